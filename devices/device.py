@@ -1,0 +1,152 @@
+"""The device contract: seven members, kept small for ever.
+
+Called by the runtime, by wrappers and by the conformance suite. A device has memories, executors, or both; commands go
+to the queue of an executor and may name regions on any memory that this executor reaches. What must hold:
+
+- `submit` returns at once; a mistake that can be seen beforehand is raised by it, and nothing was queued.
+- Commands of one queue take effect in order. Anything else is ordered by `after`, which may name completions of any
+  device of the same platform; what is not ordered may be reordered, and an emulator will.
+- Effects are there when the command has completed, not before. Operands are read between start and end.
+- After an error the device still works, or says `Gone`.
+- Nothing is allocated beyond a memory's capacity, and nothing blocks without a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierloop.devices.commands import (
+    Command,
+    Copy,
+    Flush,
+    Launch,
+    Operand,
+    Read,
+    Traffic,
+    Write,
+    read_segments,
+    verb,
+    write_segments,
+)
+from tierloop.devices.completion import Completion
+from tierloop.devices.errors import Misaligned, OutOfRange, Unsupported
+from tierloop.devices.info import DeviceInfo, ExecutorInfo
+from tierloop.devices.kernels import contract
+from tierloop.devices.regions import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a command would cost if nothing else arrived: duration ± margin in ns, and how the device knows."""
+
+    duration_ns: int
+    margin_ns: int
+    source: str
+
+
+class Device(Protocol):
+    """A memory, an executor, or both; real or emulated, and nobody above can tell."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What the device is and can do; never changes while it is open."""
+
+    def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
+        """Allocate zeroed bytes in a memory (default: the first). Raises OutOfMemory, OutOfRange, Unsupported."""
+
+    def free(self, region: Region) -> None:
+        """Give the bytes back. Raises OutOfRange if the region is not this device's or is freed, Busy if in use."""
+
+    def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
+        """Queue a command; it starts after everything in `after` has ended and after the queue's earlier commands.
+
+        Raises OutOfRange, Misaligned, Unsupported, Busy or Gone.
+        """
+
+    def estimate(self, command: Command, queue: int = 0) -> Estimate:
+        """What the command would cost now if nothing else arrived."""
+
+    def poll(self) -> None:
+        """Collect what the hardware has finished, for devices that do not report by themselves; never blocks."""
+
+    def close(self) -> None:
+        """Release everything. Raises the first error that nobody looked at."""
+
+
+def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
+    """Check a command against what a device says of itself; the first thing that every `submit` does.
+
+    Returns the command's traffic. Raises OutOfRange, Misaligned or Unsupported.
+    """
+    executor = info.executor_of(queue)
+    op = verb(command)
+    if executor is None:
+        queues = sorted(q for e in info.executors for q in e.queues)
+        raise OutOfRange(info.name, op, f"queue {queue} does not exist; queues: {queues}")
+    allowed = executor.kernels if isinstance(command, Launch) else executor.verbs
+    if op not in allowed:
+        raise Unsupported(info.name, op, f"executor {executor.name} offers {sorted(executor.verbs | executor.kernels)}")
+    for region, spans in read_segments(command) + write_segments(command):
+        if region.freed:
+            raise OutOfRange(info.name, op, f"{region} was used after it was freed")
+        if spans.end > region.nbytes:
+            raise OutOfRange(info.name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
+        if executor.path(region.memory) is None:
+            reach = sorted(p.memory for p in executor.paths)
+            raise Unsupported(info.name, op, f"executor {executor.name} does not reach {region.memory}; it has {reach}")
+    traffic = Traffic(command)
+    if isinstance(command, Launch):
+        wrong = contract.check(command.args, _sizes(command.reads), _sizes(command.writes))
+        if wrong:
+            raise OutOfRange(info.name, op, wrong)
+        _check_dtype(info, executor, command, op)
+    elif isinstance(command, (Read, Write)):
+        _check_buffer(info, command, op)
+    elif isinstance(command, Copy) and command.source.spans.nbytes != command.target.spans.nbytes:
+        raise OutOfRange(
+            info.name, op, f"{command.source.spans.nbytes} bytes do not fit {command.target.spans.nbytes} bytes"
+        )
+    largest = executor.largest_transfer
+    if largest and not isinstance(command, (Launch, Flush)) and _nbytes(command) > largest:
+        raise OutOfRange(info.name, op, f"{_nbytes(command)} bytes in one command; at most {largest}")
+    return traffic
+
+
+def check_alignment(info: DeviceInfo, command: Command, memory: str, alignment: int) -> None:
+    """Every span on `memory` must start and end on the grid. Raises Misaligned."""
+    if alignment == 1:
+        return
+    for region, spans in read_segments(command) + write_segments(command):
+        if region.memory == memory and spans.array.size and (spans.array % alignment).any():
+            row = int((spans.array % alignment).any(axis=1).argmax())
+            offset, nbytes = spans.array[row].tolist()
+            raise Misaligned(
+                info.name, verb(command), f"span [{offset}, {offset + nbytes}) is off the {alignment}-byte grid"
+            )
+
+
+def _nbytes(command: Command) -> int:
+    return sum(s.nbytes for _, s in read_segments(command) or write_segments(command))
+
+
+def _sizes(operands: tuple[Operand, ...]) -> list[tuple[int, int]]:
+    return [(sum(len(s) for _, s in operand), sum(s.nbytes for _, s in operand)) for operand in operands]
+
+
+def _check_dtype(info: DeviceInfo, executor: ExecutorInfo, command: Launch, op: str) -> None:
+    dtype = getattr(command.args, "dtype", None)
+    if dtype is not None and dtype not in executor.dtypes:
+        raise Unsupported(info.name, op, f"dtype {dtype}; executor {executor.name} has {sorted(executor.dtypes)}")
+
+
+def _check_buffer(info: DeviceInfo, command: Read | Write, op: str) -> None:
+    buffer = command.into if isinstance(command, Read) else command.data
+    segment = command.source if isinstance(command, Read) else command.target
+    if buffer.dtype != "uint8" or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise OutOfRange(info.name, op, f"host buffers are C-contiguous uint8 (n,), got {buffer.dtype} {buffer.shape}")
+    if buffer.nbytes != segment.spans.nbytes:
+        raise OutOfRange(info.name, op, f"a buffer of {buffer.nbytes} bytes for spans of {segment.spans.nbytes} bytes")
+    if isinstance(command, Read) and not buffer.flags.writeable:
+        raise OutOfRange(info.name, op, "the buffer to read into is read-only")

@@ -2,8 +2,8 @@
 
 An emulator may reorder whatever is not ordered, so a missing `after` is a bug even where it happens to work. Order
 comes from three things only: the same queue, `after`, and the host having looked at a completion before it submitted
-the next command. Each queue counts its commands; a completion carries a vector clock {queue: count} of everything that is
-known to have ended before it starts. Two commands conflict if their bytes overlap and at least one of them writes.
+the next command. Each queue counts its commands; a completion carries a vector clock {queue: count} of everything that
+is known to have ended before it starts. Two commands conflict if their bytes overlap and at least one of them writes.
 
 On in all tests. Costs memory per command in flight; accesses that the host has seen the end of are forgotten.
 """

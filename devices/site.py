@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tierloop.devices.clocks import Clock, VirtualClock
 from tierloop.devices.completion import Completion
@@ -24,12 +24,28 @@ class LinkMeter(Protocol):
     busy_ns: int
 
 
+class Occupancy(NamedTuple):
+    """A stretch of time in which a link carried one command's bytes; times in ns, `direction` forward or back."""
+
+    link: str
+    direction: str
+    start_ns: int
+    end_ns: int
+    nbytes: int
+    label: str
+
+
 @dataclass
 class Site:
-    """Shared by all devices of one platform."""
+    """Shared by all devices of one platform.
+
+    `invalid` collects reasons why numbers of this run must not be believed (a promise of the emulator that was broken).
+    """
 
     clock: Clock = field(default_factory=VirtualClock)
     observers: list[Callable[[Completion], None]] = field(default_factory=list)
+    link_observers: list[Callable[[Occupancy], None]] = field(default_factory=list)
     checker: HazardChecker | None = None
     links: dict[str, LinkMeter] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
+    invalid: list[str] = field(default_factory=list)

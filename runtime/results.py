@@ -1,0 +1,100 @@
+"""What a run reports: frozen values with the fields of the JSON contract, and how they become JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What one device did: bytes that left and entered its memories, busy and stall in ns, commands on its queues.
+
+    Busy is the union of the times in which a command ran on its executors or touched its memories; stall is the time in
+    which a command stood at the head of a queue waiting for another device while the device was not busy.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    busy_ns: int = 0
+    stall_ns: int = 0
+    commands: int = 0
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """What one link carried: bytes per direction, and ns in which it carried any."""
+
+    bytes_forward: int = 0
+    bytes_back: int = 0
+    busy_ns: int = 0
+
+
+@dataclass(frozen=True)
+class PolicyResult:
+    """One policy on one workload.
+
+    `max_error` is the largest |output − float64 oracle| over all layers, steps and heads, on the rows that were
+    attended; `error_bound` is the analytic bound where it was largest in proportion, so max_error ≤ error_bound has to
+    hold; `error_vs_dense` is against attention over all rows. `refused` says why a policy did not run; then the other
+    fields are empty. Time is that of the platform's clock, scaled back by `dilation`.
+    """
+
+    policy: str
+    platform: str = ""
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    equal_to_dense: bool = False
+    max_error: float = 0.0
+    error_bound: float = 0.0
+    error_vs_dense: float = 0.0
+    tokens_per_s: float = 0.0
+    step_ns: tuple[int, ...] = ()
+    provenance: str = ""
+    dilation: int = 1
+    exact: bool = True
+    answered: bool = False
+    devices: dict[str, DeviceUse] = field(default_factory=dict)
+    links: dict[str, LinkUse] = field(default_factory=dict)
+    placement: dict[str, int] = field(default_factory=dict)
+    """Bytes of the KV cache on each memory at the end of prefill."""
+    guesses: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    invalid: tuple[str, ...] = ()
+    wall_s: float = 0.0
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several policies on one workload and platform; `dense_*` is plain transformers `generate`."""
+
+    platform: str
+    clock: str
+    model: str
+    prompt_tokens: int
+    policies: tuple[PolicyResult, ...]
+    dense_text: str = ""
+    dense_tokens: tuple[int, ...] = ()
+    question: str = ""
+    answer: str = ""
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `json.dumps`."""
+        return asdict(self)
+
+    @property
+    def failures(self) -> list[str]:
+        """Checks that failed: an exact policy whose tokens differ, or an error beyond its bound."""
+        failed = []
+        for result in self.policies:
+            if result.refused is not None:
+                continue
+            if result.exact and not result.equal_to_dense:
+                failed.append(f"{result.policy}: the tokens differ from dense")
+            if result.max_error > result.error_bound:
+                failed.append(
+                    f"{result.policy}: error {result.max_error:.3g} is above its bound {result.error_bound:.3g}"
+                )
+        return failed

@@ -47,8 +47,8 @@ class Clock(Protocol):
 class VirtualClock:
     """Time that jumps: deterministic, never sleeps, never reads the host's clock.
 
-    Work that truly runs beside the clock (a driver's thread) has no place in virtual time; `expect` and `post` exist
-    so that a test driver with threads fails loudly instead of hanging.
+    Work that truly runs beside the clock (a driver's thread) has no place in virtual time: `post` raises, so that such
+    a driver fails loudly instead of hanging.
     """
 
     virtual = True
@@ -121,28 +121,28 @@ class WallClock:
 
     def run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
         while True:
-            self._settle()
+            now = self.now()
+            self._settle(now)
             if done():
                 return True
-            now = self.now()
             if now >= deadline_ns:
                 return False
             due = min(self._heap[0][0] if self._heap else _FAR, deadline_ns)
+            now = self.now()
             if due - now > _SPIN_NS:
                 with self._bell:
                     if not self._inbox:
                         self._bell.wait((due - now - _SPIN_NS) / 1e9)
 
-    def _settle(self) -> None:
-        while self._inbox:
-            call, args = self._inbox.popleft()
-            call(*args)
-        while self._heap:
-            now = self.now()
-            if self._heap[0][0] > now:
-                break
+    def _settle(self, until_ns: int) -> None:
+        """Run what is posted and what fell due up to a time; not what that adds, or a deadline might never be seen."""
+        for _ in range(len(self._inbox)):
+            if self._inbox:
+                call, args = self._inbox.popleft()
+                call(*args)
+        while self._heap and self._heap[0][0] <= until_ns:
             due, _, call, args = heapq.heappop(self._heap)
-            late = now - due
+            late = max(self.now() - due, 0)
             self.lateness[min(late.bit_length(), len(self.lateness) - 1)] += 1
             self.worst_ns = max(self.worst_ns, late)
             self.late_total_ns += late

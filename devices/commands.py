@@ -40,7 +40,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Region → region, by the executor that the command is handed to; both sides hold the same number of bytes."""
+    """Region → region, by the executor that the command is handed to; both sides hold the same number of bytes.
+
+    What lies on both sides, or twice in the target, ends with bytes of either: devices move spans in any order.
+    """
 
     source: Segment
     target: Segment
@@ -88,6 +91,11 @@ def write_segments(command: Command) -> Operand:
     if isinstance(command, Launch):
         return tuple(s for operand in command.writes for s in operand)
     return ()
+
+
+def segments(command: Command) -> Operand:
+    """Every segment that the command names."""
+    return (command.target,) if isinstance(command, Flush) else read_segments(command) + write_segments(command)
 
 
 class Traffic:

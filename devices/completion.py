@@ -22,7 +22,8 @@ class Completion:
     """The state of one command; made by a device's `submit` only.
 
     Times in ns; -1 means not yet. `flops` counts what the kernel truly computed; `media_nbytes` what the medium truly
-    moved (a block device reads whole blocks), 0 where that equals the traffic.
+    moved (a block device reads whole blocks), 0 where that equals the traffic. `after` is empty once the command has
+    ended and the site's observers have seen it: a chain of commands must not keep every command before it alive.
     """
 
     __slots__ = (

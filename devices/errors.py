@@ -85,7 +85,7 @@ class Timeout(DeviceError, TimeoutError):
 
 
 class Cancelled(DeviceError):
-    """A command named in `after` failed, so this one never ran; the failure is the cause."""
+    """A command named in `after` failed, so this one never ran; the failure at the head of the chain is the cause."""
 
     kind = "cancelled"
 

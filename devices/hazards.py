@@ -5,6 +5,8 @@ comes from three things only: the same queue, `after`, and the host having looke
 the next command. Each queue counts its commands; a completion carries a vector clock {queue: count} of everything that
 is known to have ended before it starts. Two commands conflict if their bytes overlap and at least one of them writes.
 
+A flush counts as a read: it must come after the writes that it is meant for.
+
 On in all tests. Costs memory per command in flight; accesses that the host has seen the end of are forgotten.
 """
 
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import Read, Write, read_segments, verb, write_segments
+from tierloop.devices.commands import Flush, Read, Write, read_segments, verb, write_segments
 
 if TYPE_CHECKING:
     from tierloop.devices.completion import Completion
@@ -31,12 +33,23 @@ class HazardError(AssertionError):
 
 @dataclass(slots=True)
 class _Access:
+    """Pieces (offset, nbytes) that one command touches in one place."""
+
     lane: _Lane
     count: int
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
+    pieces: NDArray[np.int64]
     writes: bool
     label: str
+    sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First byte and byte after the last of the pieces that are not empty, by first byte; made when first needed."""
+        if self.sorted is None:
+            low, nbytes = self.pieces[:, 0], self.pieces[:, 1]
+            order = np.argsort(low, kind="stable")
+            order = order[nbytes[order] > 0]
+            self.sorted = low[order], (low + nbytes)[order]
+        return self.sorted
 
 
 class HazardChecker:
@@ -58,8 +71,8 @@ class HazardChecker:
                     known[key] = count
         count = self._last.get(lane, {}).get(lane, 0) + 1
         mine: list[tuple[object, _Access]] = []
-        for place, low, high, writes in _touched(completion):
-            access = _Access(lane, count, low, high, writes, f"{verb(completion.command)} on {lane[0]} queue {lane[1]}")
+        for place, pieces, writes in _touched(completion):
+            access = _Access(lane, count, pieces, writes, f"{verb(completion.command)} on {lane[0]} queue {lane[1]}")
             self._compare(place, access, known)
             mine.append((place, access))
         for place, access in mine:
@@ -80,7 +93,10 @@ class HazardChecker:
         if not earlier:
             return
         kept = [a for a in earlier if a.count > self._host.get(a.lane, 0)]
-        self._accesses[place] = kept
+        if kept:
+            self._accesses[place] = kept
+        else:
+            del self._accesses[place]
         for other in kept:
             if not (access.writes or other.writes) or other.count <= known.get(other.lane, 0):
                 continue
@@ -93,29 +109,29 @@ class HazardChecker:
                 )
 
 
-def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64], NDArray[np.int64], bool]]:
+def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64], bool]]:
     command = completion.command
-    for segments, writes in ((read_segments(command), False), (write_segments(command), True)):
+    reads = (command.target,) if isinstance(command, Flush) else read_segments(command)
+    for segments, writes in ((reads, False), (write_segments(command), True)):
         for region, spans in segments:
-            if len(spans):
-                low = spans.array[:, 0]
-                yield (region.memory, region.id), low, low + spans.array[:, 1], writes
+            if spans.nbytes:
+                yield (region.memory, region.id), spans.array, writes
     if isinstance(command, (Read, Write)):
         buffer = command.into if isinstance(command, Read) else command.data
-        start = np.array([buffer.__array_interface__["data"][0]], dtype=np.int64)
-        yield "host buffers", start, start + buffer.nbytes, isinstance(command, Read)
+        if buffer.nbytes:
+            address = buffer.__array_interface__["data"][0]
+            yield "host buffers", np.array([[address, buffer.nbytes]], dtype=np.int64), isinstance(command, Read)
 
 
 def _overlap(a: _Access, b: _Access) -> int | None:
-    """A byte that both touch, or None. Sorted sweep: O((n + m) log) instead of n·m."""
-    if a.low.size > b.low.size:
+    """The first byte that both touch, or None. Sorted sweep: O(n log m) instead of n·m."""
+    if len(a.pieces) > len(b.pieces):
         a, b = b, a
-    order = np.argsort(b.low, kind="stable")
-    low, high = b.low[order], np.maximum.accumulate(b.high[order])
-    last = np.searchsorted(low, a.high, side="left") - 1
-    hit = (last >= 0) & (high[last] > a.low) & (a.high > a.low)
+    (a_low, a_high), (b_low, b_high) = a.bounds(), b.bounds()
+    last = np.searchsorted(b_low, a_high, side="left") - 1
+    hit = (last >= 0) & (np.maximum.accumulate(b_high)[last] > a_low)
     if not hit.any():
         return None
     i = int(hit.argmax())
-    inside = (b.low < a.high[i]) & (b.high > a.low[i])
-    return int(max(a.low[i], b.low[inside].min())) if inside.any() else None
+    inside = (b_low < a_high[i]) & (b_high > a_low[i])
+    return int(max(a_low[i], b_low[inside].min()))

@@ -61,7 +61,10 @@ class ExecutorInfo:
 
     def path(self, memory: str) -> Path | None:
         """The path to a memory, or None where it cannot be reached."""
-        return next((p for p in self.paths if p.memory == memory), None)
+        for path in self.paths:  # a loop, not a generator: every submit asks, and this takes a third of the time
+            if path.memory == memory:
+                return path
+        return None
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,10 @@ class DeviceInfo:
 
     def executor_of(self, queue: int) -> ExecutorInfo | None:
         """The executor that a queue belongs to."""
-        return next((e for e in self.executors if queue in e.queues), None)
+        for executor in self.executors:
+            if queue in executor.queues:
+                return executor
+        return None
 
     def memory(self, name: str) -> MemoryInfo | None:
         """The memory with that full name."""

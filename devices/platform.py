@@ -92,8 +92,8 @@ class Platform:
         raise ConfigurationError(f"platform {self.name} has no memory {memory!r}: {nearest(memory, known)}")
 
     def free(self, region: Region) -> None:
-        """Free a region on whichever device owns it."""
-        self.devices[region.device].free(region)
+        """Free a region on whichever device owns it. Raises ConfigurationError if none of the platform does."""
+        self.device(region.device).free(region)
 
     def close(self) -> None:
         """Close every device, last opened first; raises the first error after all are closed."""

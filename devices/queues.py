@@ -4,6 +4,9 @@ A device owns a `QueueSet`, gives it a `start` function and calls `finish`. The 
 everything that it comes after has ended, one command at a time per queue; queues do not order each other. If a
 dependency failed, the command ends as `Cancelled` with that cause and never starts. All of it happens on the clock's
 thread: a driver's worker hands its result over with `clock.post`.
+
+Ends are settled one after the other over the whole site, never one inside the other: a chain of any length, over any
+number of devices, may be cancelled or end at once without deep recursion.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class QueueSet:
-    """The queues of one device. `start(completion)` must not block; the device calls `finish` when it is over."""
+    """The queues of one device. `start(completion)` must not block; the device calls `finish` when it is over.
+
+    A DeviceError that `start` raises ends the command.
+    """
 
     def __init__(
         self, device: str, num_queues: int, depth: int, site: Site, start: Callable[[Completion], None]
@@ -33,7 +39,7 @@ class QueueSet:
         self._clock = site.clock
         self._start = start
         self._queues: list[deque[Completion]] = [deque() for _ in range(num_queues)]
-        self._unread: list[Completion] = []
+        self._unread: dict[Completion, DeviceError] = {}
         self._closed = False
 
     def submit(self, command: Command, queue: int, after: Sequence[Completion], traffic: Traffic) -> Completion:
@@ -58,27 +64,25 @@ class QueueSet:
         return completion
 
     def finish(self, completion: Completion, error: DeviceError | None = None) -> None:
-        """End a started command; starts the next of its queue and whatever came after it."""
-        completion.ended_ns = self._clock.now()
-        completion.error = error
-        completion.done = True
-        if error is not None:
-            self._unread.append(completion)
+        """End a started command; starts the next of its queue and whatever came after it.
+
+        After `close` it does nothing: closing has ended the command already.
+        """
+        if self._closed:
+            return
         line = self._queues[completion.queue]
         assert line[0] is completion, "commands of one queue end in order"
         line.popleft()
-        for observe in self._site.observers:
-            observe(completion)
-        followers, completion._followers = completion._followers, []
-        for call in followers:
-            call(completion)
-        if line and line[0]._waiting == 0 and line[0].started_ns < 0 and not line[0].done:
-            self._begin(line[0])
+        if error is not None:
+            self._unread[completion] = error
+        self._end(completion, error)
+        if line:
+            self._site.followers.append((self._next, completion))
+        self._settle()
 
     def looked(self, completion: Completion) -> None:
         """The host has seen how this command ended."""
-        if completion.error is not None and completion in self._unread:
-            self._unread.remove(completion)
+        self._unread.pop(completion, None)
         if self._site.checker is not None:
             self._site.checker.looked(completion)
 
@@ -88,24 +92,58 @@ class QueueSet:
         return sum(len(line) for line in self._queues)
 
     def close(self) -> None:
-        """Refuse new work and end what never started; raises the first error that nobody looked at."""
+        """Refuse new work and end what has not ended as Gone; raises the first error that nobody looked at."""
         if self._closed:
             return
         self._closed = True
+        still = [completion for line in self._queues for completion in line]
         for line in self._queues:
-            for completion in list(line):
-                completion.error = Gone(self._device, verb(completion.command), "the device was closed first")
-                completion.done = True
-                completion.ended_ns = self._clock.now()
-                followers, completion._followers = completion._followers, []
-                for call in followers:
-                    call(completion)
             line.clear()
-        if self._unread:
-            error = self._unread[0].error
-            assert error is not None
-            self._unread.clear()
-            raise error
+        for completion in still:  # all of them before anybody is told, so that none is begun as a follower
+            completion.done = True
+        for completion in still:
+            self._end(completion, Gone(self._device, verb(completion.command), "the device was closed first"))
+        self._settle()
+        unread, self._unread = list(self._unread.values()), {}
+        if unread:
+            raise unread[0]
+
+    def _end(self, completion: Completion, error: DeviceError | None) -> None:
+        completion.ended_ns = self._clock.now()
+        if completion.started_ns < 0:
+            completion.started_ns = completion.ended_ns
+        completion.error = error
+        completion.done = True
+        for observe in self._site.observers:
+            observe(completion)
+        completion.after = ()
+        if completion._followers:
+            self._site.followers.extend((call, completion) for call in completion._followers)
+            completion._followers.clear()
+
+    def _settle(self) -> None:
+        """Tell whoever waits for what has ended, unless a call further out is at it; raises the first error of those."""
+        site = self._site
+        if site.settling or not site.followers:
+            return
+        site.settling = True
+        failures: list[Exception] = []
+        try:
+            while site.followers:
+                call, completion = site.followers.popleft()
+                try:
+                    call(completion)
+                except Exception as failure:
+                    failures.append(failure)
+        finally:
+            site.settling = False
+        if failures:
+            raise failures[0]
+
+    def _next(self, ended: Completion) -> None:
+        line = self._queues[ended.queue]
+        if line and line[0]._waiting == 0 and line[0].started_ns < 0:
+            self._begin(line[0])
 
     def _released(self, completion: Completion, _: Completion) -> None:
         completion._waiting -= 1
@@ -116,17 +154,22 @@ class QueueSet:
         completion.started_ns = self._clock.now()
         for earlier in completion.after:
             if earlier.error is not None:
+                cause = earlier.error
+                if isinstance(cause, Cancelled) and isinstance(cause.__cause__, DeviceError):
+                    cause = cause.__cause__  # the failure at the head: not a message that grows along a chain
                 error = Cancelled(
-                    self._device, verb(completion.command), f"it came after a command that failed: {earlier.error}"
+                    self._device, verb(completion.command), f"it came after a command that failed: {cause}"
                 )
-                error.__cause__ = earlier.error
+                error.__cause__ = cause
                 earlier._looked = True
                 earlier._owner.looked_by_follower(earlier)
                 self.finish(completion, error)
                 return
-        self._start(completion)
+        try:
+            self._start(completion)
+        except DeviceError as error:
+            self.finish(completion, error)
 
     def looked_by_follower(self, completion: Completion) -> None:
         """The failure lives on as the cause of a follower's: it need not be raised at close as well."""
-        if completion in self._unread:
-            self._unread.remove(completion)
+        self._unread.pop(completion, None)

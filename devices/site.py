@@ -6,6 +6,7 @@ by whoever models them; `shared` lets the devices of one family find what they h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -40,6 +41,7 @@ class Site:
     """Shared by all devices of one platform.
 
     `invalid` collects reasons why numbers of this run must not be believed (a promise of the emulator that was broken).
+    `followers` and `settling` belong to queues.py: the calls that are due because a command has ended.
     """
 
     clock: Clock = field(default_factory=VirtualClock)
@@ -49,3 +51,5 @@ class Site:
     links: dict[str, LinkMeter] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
+    followers: deque[tuple[Callable[[Completion], None], Completion]] = field(default_factory=deque, repr=False)
+    settling: bool = field(default=False, repr=False)

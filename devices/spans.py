@@ -7,16 +7,20 @@ columns (offset, nbytes), in bytes. The order of the rows matters: the bytes of 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_LIMIT = 1 << 62
+
 
 class Spans:
     """An immutable list of (offset, nbytes) pairs, in bytes.
 
-    `array` is read-only int64 of shape (n, 2). Raises ValueError for negative numbers or another shape.
+    `array` is read-only int64 of shape (n, 2), `nbytes` the sum of the sizes. Raises ValueError for another shape, for
+    numbers that are negative or not integers, and where an end or the sum reaches 2**62, so that none can overflow.
     """
 
     __slots__ = ("_end", "_hash", "array", "nbytes")
@@ -26,44 +30,61 @@ class Spans:
     _end: int
 
     def __init__(self, pairs: NDArray[np.int64] | Iterable[tuple[int, int]]) -> None:
-        if isinstance(pairs, np.ndarray):
-            array = np.array(pairs, dtype=np.int64, order="C")
-        else:
-            array = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
-        if array.ndim != 2 or array.shape[1] != 2:
-            raise ValueError(f"spans need shape (n, 2), got {array.shape}")
-        if array.size and int(array.min()) < 0:
-            raise ValueError("spans need offsets and sizes of at least 0")
-        array.setflags(write=False)
-        self._fill(array)
+        given = pairs if isinstance(pairs, np.ndarray) else np.array(list(pairs) or np.empty((0, 2), dtype=np.int64))
+        self._fill(np.array(self._integers(given), dtype=np.int64, order="C"))
 
     def _fill(self, array: NDArray[np.int64]) -> None:
-        self.array = array
+        if array.ndim != 2 or array.shape[1] != 2:
+            raise ValueError(f"spans need shape (n, 2), got {array.shape}")
         n = array.shape[0]
+        low = high = total = end = 0
         if n == 1:
-            offset, nbytes = array.tolist()[0]
-            self.nbytes = int(nbytes)
-            self._end = int(offset + nbytes)
+            offset, total = array.tolist()[0]
+            low, high, end = min(offset, total), max(offset, total), offset + total
         elif n:
-            self.nbytes = int(array[:, 1].sum())
-            self._end = int((array[:, 0] + array[:, 1]).max())
-        else:
-            self.nbytes = 0
-            self._end = 0
+            low, high = int(array.min()), int(array.max())
+            if high < _LIMIT // (n + 1):
+                total, end = int(array[:, 1].sum()), int((array[:, 0] + array[:, 1]).max())
+            else:
+                total, end = sum(array[:, 1].tolist()), max(o + n for o, n in array.tolist())
+        if low < 0:
+            raise ValueError("spans need offsets and sizes of at least 0")
+        if end >= _LIMIT or total >= _LIMIT:
+            raise ValueError(f"spans end at {end} and hold {total} bytes: both must be below 2**62")
+        array.setflags(write=False)
+        self.array = array
+        self.nbytes = total
+        self._end = end
         self._hash: int | None = None
 
     @classmethod
     def one(cls, offset: int, nbytes: int) -> Spans:
         """A single span."""
-        return cls(np.array([[offset, nbytes]], dtype=np.int64))
+        offset, nbytes = index(offset), index(nbytes)
+        if not (0 <= offset < _LIMIT and 0 <= nbytes < _LIMIT):
+            raise ValueError(f"a span needs an offset and a size from 0 to below 2**62, got {offset} and {nbytes}")
+        return cls._of(np.array([[offset, nbytes]], dtype=np.int64))
 
     @classmethod
     def equal(cls, offsets: NDArray[np.int64], nbytes: int) -> Spans:
         """Spans of one size at the given int64 offsets (n,)."""
         array = np.empty((len(offsets), 2), dtype=np.int64)
-        array[:, 0] = offsets
-        array[:, 1] = nbytes
-        return cls(array)
+        array[:, 0] = cls._integers(offsets)
+        array[:, 1] = index(nbytes)
+        return cls._of(array)
+
+    @classmethod
+    def _of(cls, array: NDArray[np.int64]) -> Spans:
+        """Spans over an array that nobody else holds, without a copy."""
+        made = cls.__new__(cls)
+        made._fill(array)
+        return made
+
+    @staticmethod
+    def _integers(given: NDArray[Any]) -> NDArray[Any]:
+        if given.size and given.dtype.kind not in "iu":
+            raise ValueError(f"spans need integers, got {given.dtype}")
+        return given
 
     @property
     def end(self) -> int:

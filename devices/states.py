@@ -26,9 +26,10 @@ def identity(shape: tuple[int, ...], head_dim_v: int) -> NDArray[np.float32]:
 def merge(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
     """The state of the union of two disjoint sets of rows; both float32 (..., 2 + head_dim_v).
 
-    m = max(mₐ, m_b), l = l_a·exp(mₐ − m) + l_b·exp(m_b − m), acc likewise. An identity leaves the other side as it is.
+    m = max(mₐ, m_b), l = l_a·exp(mₐ − m) + l_b·exp(m_b − m), acc likewise. An identity leaves the other side as it is;
+    otherwise merge(a, b) and merge(b, a) are the same bits.
     """
-    m = np.maximum(a[..., 0], b[..., 0])
+    m = np.maximum(a[..., 0], b[..., 0]) + np.float32(0)  # the maximum of 0 and -0 is either: adding 0 makes it 0
     with np.errstate(invalid="ignore"):
         scale_a = np.exp(a[..., 0] - m)[..., None]
         scale_b = np.exp(b[..., 0] - m)[..., None]
@@ -42,7 +43,7 @@ def merge(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]
 def output(state: NDArray[np.float32]) -> NDArray[np.float32]:
     """Attention output acc / l, float32 (..., head_dim_v); zeros where no row counted."""
     total = state[..., 1:2]
-    return np.divide(state[..., 2:], total, out=np.zeros_like(state[..., 2:]), where=total > 0)
+    return np.divide(state[..., 2:], total, out=np.zeros_like(state[..., 2:]), where=total != 0)
 
 
 def lse(state: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -62,29 +63,22 @@ def cover(mine: Sequence[int], others: Sequence[int]) -> list[Node]:
     Both are sorted split ids of one sequence and KV head that hold rows. Splits in neither are empty, hence identities,
     so a device that holds everything returns one node. Raises ValueError if a split is in both.
     """
-    theirs = np.asarray(others, dtype=np.int64)
-    overlap = np.intersect1d(np.asarray(mine, dtype=np.int64), theirs)
-    if overlap.size:
-        raise ValueError(f"split {int(overlap[0])} is held twice")
-    roots: list[Node] = []
-    if not len(mine):
-        return roots
-    last = max(int(mine[-1]), int(theirs[-1]) if theirs.size else 0)
-    levels = top_node(last + 1)[0]
-    i = 0
-    while i < len(mine):
-        level, index = 0, int(mine[i])
-        while level < levels:
-            start, end = (index >> 1) << (level + 1), ((index >> 1) + 1) << (level + 1)
-            a, b = np.searchsorted(theirs, (start, end))
-            if a != b:
-                break
-            level, index = level + 1, index >> 1
-        roots.append((level, index))
-        end = (index + 1) << level
-        while i < len(mine) and int(mine[i]) < end:
-            i += 1
-    return roots
+    ours, theirs = np.asarray(mine, dtype=np.int64), np.asarray(others, dtype=np.int64)
+    if not ours.size:
+        return []
+    last = max(int(ours[-1]), int(theirs[-1]) if theirs.size else 0)
+    level = np.full(ours.size, top_node(last + 1)[0], dtype=np.int64)
+    if theirs.size:
+        # Splits s and t share the nodes from level bit_length(s ^ t) on, and none of the others shares a lower one with
+        # s than its neighbours in the order. frexp gives the bit length: it is exact for the integers below 2**53.
+        above = np.searchsorted(theirs, ours)
+        for near in (theirs[np.maximum(above - 1, 0)], theirs[np.minimum(above, theirs.size - 1)]):
+            level = np.minimum(level, np.frexp((ours ^ near).astype(np.float64))[1] - 1)
+        if level.min() < 0:
+            raise ValueError(f"split {int(ours[level.argmin()])} is held twice")
+    roots = np.stack([level, ours >> level], axis=1)
+    first = np.concatenate([[True], (roots[1:] != roots[:-1]).any(axis=1)])
+    return [(level, index) for level, index in roots[first].tolist()]
 
 
 def merge_tree(states: NDArray[np.float32], nodes: Sequence[Node]) -> NDArray[np.float32]:

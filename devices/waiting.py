@@ -11,7 +11,7 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device
-from tierloop.devices.errors import Timeout
+from tierloop.devices.errors import DeviceError, Timeout
 from tierloop.devices.regions import Segment
 
 DEADLINE_NS = 60_000_000_000
@@ -21,18 +21,31 @@ DEADLINE_NS = 60_000_000_000
 def wait(clock: Clock, completions: Completion | Iterable[Completion], deadline_ns: int | None = None) -> None:
     """Wait until all have ended; raises the first error among them, or Timeout naming what is still open.
 
-    `deadline_ns` is a time on the clock (default: now + 60 s).
+    `deadline_ns` is a time on the clock (default: now + 60 s). Unless it was a Timeout, all of them count as looked at.
     """
     pending = [completions] if isinstance(completions, Completion) else list(completions)
     if deadline_ns is None:
         deadline_ns = clock.now() + DEADLINE_NS
-    if not clock.run_until(lambda: all(c.done for c in pending), deadline_ns):
+    still = pending[::-1]
+
+    def done() -> bool:
+        while still and still[-1].done:
+            still.pop()
+        return not still
+
+    if not clock.run_until(done, deadline_ns):
         late = [c for c in pending if not c.done]
         raise Timeout(
             late[0].device, "wait", f"{len(late)} of {len(pending)} commands open at {deadline_ns} ns: {late[0]}"
         )
+    errors: list[DeviceError] = []
     for completion in pending:
-        completion.result()
+        try:
+            completion.result()
+        except DeviceError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def write_bytes(

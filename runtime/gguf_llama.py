@@ -95,10 +95,6 @@ def _config(gguf: GgufFile) -> "LlamaConfig":
         raise GgufError("has no tensor 'token_embd.weight'")
     vocab = gguf.tensors["token_embd.weight"].shape[0]
 
-    special = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if f"tokenizer.ggml.{key}_token_id" in gguf.metadata:
-            special[f"{name}_token_id"] = _token_id(gguf, f"tokenizer.ggml.{key}_token_id", vocab)
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         dtype="float32",
@@ -117,11 +113,16 @@ def _config(gguf: GgufFile) -> "LlamaConfig":
             "rope_theta": _stated(gguf, "llama.rope.freq_base", float, 10000.0),
         },
         tie_word_embeddings="output.weight" not in gguf.tensors,
-        **special,
+        bos_token_id=_token_id(gguf, "bos", vocab),
+        eos_token_id=_token_id(gguf, "eos", vocab),
+        pad_token_id=_token_id(gguf, "padding", vocab),
     )
 
 
-def _token_id(gguf: GgufFile, key: str, vocab: int) -> int:
+def _token_id(gguf: GgufFile, name: str, vocab: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    if key not in gguf.metadata:
+        return None
     token_id = _stated(gguf, key, int)
     if not 0 <= token_id < vocab:
         raise GgufError(f"states {key} = {token_id}, the vocabulary has {vocab} tokens")
@@ -184,7 +185,7 @@ def _tokenizer(gguf: GgufFile, config: "LlamaConfig") -> "PreTrainedTokenizerFas
             raise GgufError(f"states tokenizer.ggml.{key}, which cannot be converted")
     tokens = _stated(gguf, "tokenizer.ggml.tokens", list)
     types = _stated(gguf, "tokenizer.ggml.token_type", list)
-    merges = [tuple(str(merge).split(" ")) for merge in _stated(gguf, "tokenizer.ggml.merges", list)]
+    merges = [str(merge).partition(" ")[::2] for merge in _stated(gguf, "tokenizer.ggml.merges", list)]
     if not len(set(tokens)) == len(tokens) == len(types) <= config.vocab_size:
         raise GgufError(
             f"has {len(tokens)} tokens, {len(set(tokens))} of them different, {len(types)} token types and "
@@ -207,9 +208,9 @@ def _tokenizer(gguf: GgufFile, config: "LlamaConfig") -> "PreTrainedTokenizerFas
 
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        if f"tokenizer.ggml.{key}_token_id" in gguf.metadata:
-            special[f"{name}_token"] = tokens[_token_id(gguf, f"tokenizer.ggml.{key}_token_id", len(tokens))]
-    return PreTrainedTokenizerFast(
+        if (token_id := _token_id(gguf, key, len(tokens))) is not None:
+            special[f"{name}_token"] = tokens[token_id]
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         tokenizer_object=tokenizer,
         chat_template=gguf.metadata.get("tokenizer.chat_template"),
         model_max_length=config.max_position_embeddings,

@@ -13,10 +13,10 @@ once and wherever one is killed. A load prints nothing and warns of nothing.
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,7 +217,7 @@ def _load_folder(name: str, folder: Path, fingerprint: str) -> Model:
     try:
         with _quiet_and_offline():
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            module, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -228,6 +228,7 @@ def _load_folder(name: str, folder: Path, fingerprint: str) -> Model:
             )
     except Exception as error:  # any kind: what transformers raises for a bad file is not settled
         raise ModelError(f"{folder}: transformers cannot load it: {error}") from error
+    module, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := sorted(map(str, report[kind])):
             raise ModelError(f"{folder}: the weights do not fit config.json, {kind.replace('_', ' ')}: {keys[:4]}")
@@ -254,19 +255,19 @@ def _shape(folder: Path, config: Any) -> ModelShape:
 def _quiet_and_offline() -> Iterator[None]:
     """Inside, transformers logs and draws nothing, and huggingface_hub refuses every request."""
     from huggingface_hub import constants
-    from transformers.utils import logging
+    from transformers.utils import logging as library
 
-    verbosity, bars, offline = logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
+    verbosity, bars, offline = library.get_verbosity(), library.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
+    library.set_verbosity(logging.CRITICAL)
+    library.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
         constants.HF_HUB_OFFLINE = offline
         if bars:
-            logging.enable_progress_bar()
-        logging.set_verbosity(verbosity)
+            library.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+        library.set_verbosity(verbosity)
 
 
 def _fingerprint(weights: list[Path]) -> str:
@@ -318,21 +319,23 @@ def _recorded(folder: Path) -> str | None:
 def _convert_once(gguf: Path, cache: Path, folder: Path) -> str:
     """Write the conversion beside its place and rename it, under a lock that the system drops with its process.
 
-    Whoever holds the lock is alone, so a temporary folder that it finds is what a killed process left.
+    Whoever holds the lock is alone, so an unfinished folder that it finds is what a killed process left.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / ".lock", timeout=LOCK_SECONDS):
         if (fingerprint := _recorded(folder)) is not None:
             return fingerprint
-        for left in cache.glob(".tmp-*"):
-            shutil.rmtree(left)
-        unfinished = Path(tempfile.mkdtemp(prefix=".tmp-", dir=cache))
+        unfinished = cache / ".unfinished"
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        unfinished.mkdir()
         try:
             with _quiet_and_offline():
                 write_llama(read_gguf(gguf), unfinished)
             weights = unfinished / WEIGHTS
             record = {"weights_nbytes": weights.stat().st_size, "weights_sha256": _sha256(weights)}
             (unfinished / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            weights.chmod((unfinished / RECORD).stat().st_mode)  # safetensors writes for its owner alone
             for path in [*unfinished.iterdir(), unfinished]:
                 _fsync(path)
             if folder.exists():  # damaged since: _recorded found it wanting

@@ -1,0 +1,231 @@
+"""Engines: how bytes get between a block device and host memory, two ways behind one protocol.
+
+`uring.UringEngine` keeps many transfers in flight from one thread; `PosixEngine`, here, does them one after the other
+with pread and pwrite and is what remains where the kernel or a container refuses io_uring. What must hold for both:
+
+- `transfer` returns when every byte has been moved, or raises the device error of the first piece that failed after
+  everything in flight has come back. A short transfer is continued where it stopped, never taken for a whole one.
+- EINTR and EAGAIN are tried again, `retries` times per piece without progress at most, and counted.
+- No wait is longer than `deadline_s` without progress. A transfer that does not even come back after that raises
+  `Stuck`: the kernel may still write to its memory, so its owner keeps all of it and gives the device up.
+- Host addresses off `memory_grid` go through an aligned bounce buffer, and their bytes are counted.
+- Setting `stop` makes a running transfer end early with an error.
+
+An engine belongs to one thread, which also makes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierloop.devices.drivers.deadlines import within
+from tierloop.devices.drivers.pieces import Pieces
+from tierloop.devices.errors import DeviceError, Gone, ProtocolError
+from tierloop.devices.system import System, address_of, from_os
+
+LARGEST_TRANSFER = 512 * 1024
+"""Bytes per transfer. Larger vectored reads were seen to fail with EAGAIN after a part was moved (liburing #766)."""
+
+_BACKOFF_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3, 5e-3)
+"""How long to wait before try 1, 2, …, 6 and later ones, where nothing else is in flight to wait for."""
+
+
+@dataclass
+class Counts:
+    """What an engine has done since it was made; read by other threads, written by its own."""
+
+    transfers: int = 0
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    bounced_nbytes: int = 0
+    retried: int = 0
+    resumed: int = 0
+    timeouts: int = 0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an engine works on: descriptor, grids in bytes, and whom errors name."""
+
+    device: str
+    system: System
+    fd: int
+    grid: int
+    memory_grid: int
+    deadline_s: float
+    retries: int
+    stop: threading.Event
+
+
+class Engine(Protocol):
+    """Moves pieces; see the top of the file."""
+
+    counts: Counts
+
+    def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
+        """Move all pieces, none larger than LARGEST_TRANSFER; one after the other if `ordered`.
+
+        Raises MediaError, OutOfMemory, Busy, Timeout, Gone, ProtocolError or Stuck.
+        """
+
+    def sync(self) -> None:
+        """Make every finished write durable (fdatasync)."""
+
+    def close(self) -> None:
+        """Release what the engine holds; nothing is in flight any more."""
+
+
+def host_bytes(address: int, nbytes: int) -> memoryview:
+    """The bytes of host memory at an address, without a copy; whoever passed the address keeps them alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def lost(target: Target, op: str, number: int, offset: int, nbytes: int) -> DeviceError:
+    """The error for a transfer that the system refused with this errno."""
+    return from_os(target.device, op, OSError(number, ""), f"{nbytes} bytes at offset {offset} of the medium")
+
+
+def ran_dry(target: Target, op: str, offset: int, left: int) -> DeviceError:
+    """The error for a transfer that stopped short and moved nothing when continued."""
+    if op == "read":
+        return lost(target, op, errno.ENODATA, offset, left)
+    return ProtocolError(target.device, op, f"{left} bytes at offset {offset} were not taken, without an error")
+
+
+def stopped(target: Target, op: str) -> DeviceError:
+    """The error for a transfer that was cut short because the device is being closed."""
+    return Gone(target.device, op, "the device was closed while the command ran")
+
+
+def back_off(target: Target, tries: int) -> None:
+    """Wait before trying again with nothing else in flight; wakes at once when the device is closed."""
+    pause = _BACKOFF_S[min(tries, len(_BACKOFF_S)) - 1]
+    if pause:
+        target.stop.wait(pause)
+
+
+class PosixEngine:
+    """pread and pwrite, one at a time, in a thread that may be left behind (deadlines.py)."""
+
+    def __init__(self, target: Target) -> None:
+        self.counts = Counts()
+        self._target = target
+        self._bounce: mmap.mmap | None = None
+
+    def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
+        self._run("write" if write else "read", lambda: self._all(pieces, write))
+
+    def sync(self) -> None:
+        self._run("flush", self._sync)
+
+    def close(self) -> None:
+        self._bounce = None
+
+    def _run(self, op: str, call: Callable[[], None]) -> None:
+        counts = self.counts
+        try:
+            within(self._target.deadline_s, call, lambda: counts.transfers)
+        except TimeoutError:
+            counts.timeouts += 1
+            raise
+
+    def _all(self, pieces: Pieces, write: bool) -> None:
+        for offset, address, nbytes in pieces.tolist():
+            self._one(offset, address, nbytes, write)
+
+    def _one(self, offset: int, address: int, nbytes: int, write: bool) -> None:
+        target, counts = self._target, self.counts
+        op = "write" if write else "read"
+        call = target.system.pwrite if write else target.system.pread
+        bounced = address % target.memory_grid != 0
+        view = self._room(nbytes) if bounced else host_bytes(address, nbytes)
+        if bounced and write:
+            view[:] = host_bytes(address, nbytes)
+        done = tries = 0
+        while done < nbytes:
+            if target.stop.is_set():
+                raise stopped(target, op)
+            try:
+                moved = call(target.fd, view[done:], offset + done)
+            except (BlockingIOError, InterruptedError) as error:
+                tries += 1
+                counts.retried += 1
+                if tries > target.retries:
+                    raise from_os(target.device, op, error, f"refused {tries} times at offset {offset + done}") from None
+                back_off(target, tries)
+                continue
+            except OSError as error:
+                raise lost(target, op, error.errno or 0, offset + done, nbytes - done) from error
+            counts.transfers += 1
+            if write:
+                counts.written_nbytes += moved
+            else:
+                counts.read_nbytes += moved
+            step = moved if done + moved >= nbytes else moved // target.grid * target.grid
+            if done + moved < nbytes:
+                counts.resumed += 1
+                tries = 0 if step else tries + 1
+                if not step and (moved == 0 or tries > target.retries):
+                    raise ran_dry(target, op, offset + done, nbytes - done)
+            done += step
+        if bounced:
+            counts.bounced_nbytes += nbytes
+            if not write:
+                host_bytes(address, nbytes)[:] = view
+
+    def _sync(self) -> None:
+        target = self._target
+        for tries in range(1, target.retries + 2):
+            try:
+                target.system.fdatasync(target.fd)
+            except (BlockingIOError, InterruptedError):
+                self.counts.retried += 1
+                back_off(target, tries)
+            except OSError as error:
+                raise unsynced(target, error.errno or 0) from error
+            else:
+                return
+        raise unsynced(target, errno.EAGAIN)
+
+    def _room(self, nbytes: int) -> memoryview:
+        if self._bounce is None:
+            self._bounce = room(self._target, LARGEST_TRANSFER)
+        return memoryview(self._bounce)[:nbytes]
+
+
+def unsynced(target: Target, number: int) -> DeviceError:
+    """The error for a failed fdatasync; the kernel may report such a loss only once."""
+    return from_os(
+        target.device, "flush", OSError(number, ""), "writes since the last good flush may be lost, write them again"
+    )
+
+
+def room(target: Target, nbytes: int) -> mmap.mmap:
+    """Zeroed, page-aligned memory that the kernel may transfer to. Raises OutOfMemory."""
+    try:
+        return target.system.mmap(-1, nbytes)
+    except OSError as error:
+        raise from_os(target.device, "bounce", error, f"{nbytes} bytes of aligned host memory") from error
+
+
+__all__ = [
+    "LARGEST_TRANSFER",
+    "Counts",
+    "Engine",
+    "PosixEngine",
+    "Target",
+    "address_of",
+    "back_off",
+    "host_bytes",
+    "lost",
+    "ran_dry",
+    "room",
+    "stopped",
+    "unsynced",
+]

@@ -1,0 +1,220 @@
+"""One workload under several policies: prefill once, decode under each, check every answer.
+
+Each policy gets a fresh platform and the shared prefill. Placement of the prompt is not part of the decode time.
+Device and link use, busy and stall time count the decode alone. After the run the float64 oracle judges every
+attention output, outside of any time that is reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.platform import Platform
+from tierloop.devices.registry import entry
+from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.decoder import Decoder
+from tierloop.runtime.engine import Engine
+from tierloop.runtime.ledger import Ledger
+from tierloop.runtime.models import Model
+from tierloop.runtime.modules import Modules
+from tierloop.runtime.oracle import Recorder, Verdict
+from tierloop.runtime.policy import Policy, Request, make
+from tierloop.runtime.prefill import Dense, end_tokens, generate_dense
+from tierloop.runtime.results import Comparison, PolicyResult
+from tierloop.runtime.trace import TraceRecorder
+from tierloop.runtime.workloads import Workload
+
+Progress = Callable[[str, int, int], None]
+"""progress(stage, done, total): stages are `dense` and the labels of the policies."""
+
+
+@dataclass(frozen=True)
+class PolicyRequest:
+    """A policy to run: its registered name, options, and what the report calls it.
+
+    `platform` tells `open_platform` that this policy runs on something else than the others.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    platform: str | None = None
+    label: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The label, or the name."""
+        return self.label or self.name
+
+
+def kv_shape(model: Model, dtype: str = "float32", block_tokens: int = 64, split_tokens: int = 64) -> KVShape:
+    """The cache's shape for a model. Raises ValueError for an unknown dtype."""
+    shape = model.shape
+    return KVShape(
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.num_q_heads // shape.num_kv_heads,
+        shape.head_dim,
+        shape.head_dim,
+        dtype,  # type: ignore[arg-type]  # KVShape checks it
+        block_tokens,
+        split_tokens,
+    )
+
+
+def find_policy(name: str) -> type[Policy]:
+    """The registered policy of that name. Raises ConfigurationError with the near names."""
+    kind = entry("tierloop.policies", name)
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise ConfigurationError(f"policy {name!r}: {kind!r} is not a Policy")
+    return kind
+
+
+def compare(
+    model: Model,
+    workload: Workload,
+    open_platform: Callable[[PolicyRequest], Platform],
+    policies: Sequence[PolicyRequest],
+    *,
+    num_tokens: int,
+    kv_dtype: str = "float32",
+    oracle: bool = True,
+    dense: Dense | None = None,
+    progress: Progress | None = None,
+    trace: TraceRecorder | None = None,
+) -> Comparison:
+    """Run every policy on the workload; a policy that does not fit is reported as refused, not raised.
+
+    `dense` is the shared prefill and reference of an earlier call with the same model and prompt and at least as many
+    tokens. Raises ConfigurationError, WorkloadError or a DeviceError.
+    """
+    kinds = [find_policy(p.name) for p in policies]
+    shape = kv_shape(model, kv_dtype)
+    modules = Modules(model.module)
+    report = progress or (lambda *_: None)
+    if dense is None:
+        dense = generate_dense(model, workload.token_ids, num_tokens, lambda n: report("dense", n, num_tokens))
+    reference = dense.tokens[:num_tokens]
+    results: list[PolicyResult] = []
+    platform_name = clock = ""
+    for wanted, kind in zip(policies, kinds, strict=True):
+        with open_platform(wanted) as platform:
+            if not platform_name or wanted.platform is None:
+                platform_name, clock = platform.name, "virtual" if platform.clock.virtual else "wall"
+            begun = time.perf_counter()
+            try:
+                run = _Run(model, modules, platform, shape, kind, wanted, oracle, trace)
+                result = run.decode(dense, num_tokens, report)
+            except (ConfigurationError, OutOfMemory) as error:
+                result = PolicyResult(wanted.title, platform.name, refused=str(error), notes=tuple(platform.notes))
+            answered = bool(workload.answer) and workload.answer.lower() in result.text.lower()
+            results.append(
+                replace(
+                    result,
+                    equal_to_dense=result.refused is None and result.tokens == reference,
+                    answered=answered,
+                    wall_s=time.perf_counter() - begun,
+                )
+            )
+    return Comparison(
+        platform_name,
+        clock,
+        model.name,
+        len(workload.token_ids),
+        tuple(results),
+        model.tokenizer.decode(reference, skip_special_tokens=True),
+        reference,
+        workload.question,
+        workload.answer,
+    )
+
+
+class _Run:
+    """One policy on one platform."""
+
+    def __init__(
+        self,
+        model: Model,
+        modules: Modules,
+        platform: Platform,
+        shape: KVShape,
+        kind: type[Policy],
+        wanted: PolicyRequest,
+        oracle: bool,
+        trace: TraceRecorder | None,
+    ) -> None:
+        self._model = model
+        self._platform = platform
+        self._wanted = wanted
+        self._trace = trace
+        self._engine = Engine(platform, shape)
+        self._policy = make(kind, self._engine, wanted.options)
+        platform.site.observers.append(self._policy.observe)
+        self._recorder = Recorder(shape, modules.scale) if oracle else None
+        self._decoder = Decoder(modules, self._engine, self._policy, recorder=self._recorder)
+        self._ledger = Ledger(platform)
+        platform.site.observers.append(self._ledger)
+
+    def decode(self, dense: Dense, num_tokens: int, report: Progress) -> PolicyResult:
+        """Place the prompt and decode; everything that was taken is given back."""
+        prompt = dense.prefill
+        request = Request("request", [*prompt.tokens, prompt.first_token], len(prompt.tokens) + num_tokens)
+        request.prompt_tokens = len(prompt.tokens)
+        loop, title = self._engine.loop, self._wanted.title
+        report(title, 0, num_tokens)
+        try:
+            loop.run(self._decoder.adopt(request, prompt))
+            placement = request.blocks.nbytes_by_memory()
+            self._ledger.reset()
+            if self._trace is not None:
+                self._trace.begin(self._platform, title)
+            try:
+                steps = loop.run(self._steps(request, num_tokens, report))
+            finally:
+                if self._trace is not None:
+                    self._trace.end()
+            devices, links = self._ledger.snapshot()
+            loop.run(self._policy.release(request))
+        finally:
+            self._engine.close()
+        tokens = tuple(request.tokens[request.prompt_tokens :])
+        verdict = self._recorder.verdict() if self._recorder is not None else Verdict()
+        sigma = self._platform.dilation
+        decoding_ns = sum(steps) / sigma
+        return PolicyResult(
+            policy=title,
+            platform=self._platform.name,
+            text=self._model.tokenizer.decode(tokens, skip_special_tokens=True),
+            tokens=tokens,
+            max_error=verdict.max_error,
+            error_bound=verdict.error_bound,
+            error_vs_dense=verdict.error_vs_dense,
+            worst_ratio=verdict.worst_ratio,
+            checked=verdict.checked,
+            tokens_per_s=len(steps) * 1e9 / decoding_ns if decoding_ns else 0.0,
+            step_ns=tuple(round(s / sigma) for s in steps),
+            provenance=self._platform.provenance,
+            dilation=sigma,
+            exact=type(self._policy).exact,
+            devices=devices,
+            links=links,
+            placement=placement,
+            guesses=tuple(self._platform.guesses),
+            notes=tuple(self._platform.notes),
+            invalid=tuple(self._platform.site.invalid),
+        )
+
+    async def _steps(self, request: Request, num_tokens: int, report: Progress) -> list[int]:
+        """Decode until `num_tokens` are there or the sequence ends; ns of the clock per step."""
+        clock, ends = self._platform.clock, end_tokens(self._model)
+        steps = []
+        while len(request.tokens) - request.prompt_tokens < num_tokens and request.tokens[-1] not in ends:
+            begun = clock.now()
+            await self._decoder.step([request])
+            steps.append(clock.now() - begun)
+            report(self._wanted.title, len(request.tokens) - request.prompt_tokens, num_tokens)
+        report(self._wanted.title, num_tokens, num_tokens)
+        return steps

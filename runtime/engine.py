@@ -1,0 +1,272 @@
+"""The engine: finds executors and moves bytes for policies, on whatever devices are present.
+
+It knows devices by their info alone. A policy asks for roles (who runs the modules, who can attend over a memory, who
+can copy from here to there); the engine answers with a `Lane`: a device and one of its queues. Preferences: a memory's
+own device first, then copy engines, then cores, then the order of the platform file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write
+from tierloop.devices.completion import Completion
+from tierloop.devices.device import Device
+from tierloop.devices.errors import ConfigurationError, Unsupported
+from tierloop.devices.info import ExecutorInfo, MemoryInfo
+from tierloop.devices.kernels.contract import Attend, KernelArgs, Merge
+from tierloop.devices.platform import Platform
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.states import Node, cover
+from tierloop.runtime.blocks import KVShape, Pool, Rows
+from tierloop.runtime.loop import Loop
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A queue of an executor: where commands are submitted."""
+
+    device: Device
+    executor: ExecutorInfo
+    queue: int
+
+    def submit(self, command: Command, after: Sequence[Completion] = ()) -> Completion:
+        """Submit to this lane."""
+        return self.device.submit(command, self.queue, after)
+
+    def reaches(self, memory: str) -> bool:
+        """Whether the executor has a path to a memory."""
+        return self.executor.path(memory) is not None
+
+    @property
+    def memory(self) -> str:
+        """The memory of the lane's own device, where its scratch lies. Raises Unsupported where there is none."""
+        if not self.device.info.memories:
+            raise Unsupported(self.device.info.name, "scratch", "the executor's device has no memory of its own")
+        return self.device.info.memories[0].name
+
+
+class Engine:
+    """What a policy works with: the platform, the loop, the cache's shape, and the roles of executors."""
+
+    def __init__(self, platform: Platform, shape: KVShape) -> None:
+        self.platform = platform
+        self.shape = shape
+        self.loop = Loop(platform.clock)
+        self.dense = self._dense_lane()
+        self._regions: list[Region] = []
+        self._movers: dict[tuple[str, str], Lane | None] = {}
+        self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
+        self._pools: list[Pool] = []
+
+    # -- memories -------------------------------------------------------------------------------------------------
+
+    def memories(self, *kinds: str) -> list[MemoryInfo]:
+        """Memories of devices of these kinds, in the platform's order."""
+        return [m for d, m in self.platform.memories() if not kinds or d.info.kind in kinds]
+
+    def memory(self, *kinds: str) -> str:
+        """The first memory of such a device. Raises ConfigurationError if the platform has none."""
+        found = self.memories(*kinds)
+        if not found:
+            raise ConfigurationError(f"platform {self.platform.name} has no {' or '.join(kinds)} memory")
+        return found[0].name
+
+    @property
+    def host(self) -> str:
+        """The memory that host buffers live in: the platform's `host`, else the first of kind cpu."""
+        return self.platform.host or self.memory("cpu")
+
+    def pool(self, memory: str, num_slots: int) -> Pool:
+        """Cut `num_slots` block slots out of a memory. Raises TierTooSmall."""
+        pool = Pool(self.platform.memory_owner(memory), memory, num_slots, self.shape.block_nbytes)
+        self._pools.append(pool)
+        return pool
+
+    def drop_pool(self, pool: Pool) -> None:
+        """Give a pool back before the engine closes."""
+        self._pools.remove(pool)
+        pool.close()
+
+    def scratch(self, memory: str, nbytes: int) -> Region:
+        """Working space on a memory, freed with the engine."""
+        device = self.platform.memory_owner(memory)
+        info = device.info.memory(memory)
+        grid = info.alignment if info else 1
+        region = device.alloc(max(-(-nbytes // grid) * grid, grid), memory)
+        self._regions.append(region)
+        return region
+
+    def drop(self, region: Region) -> None:
+        """Give scratch back before the engine closes."""
+        self._regions.remove(region)
+        self.platform.free(region)
+
+    def close(self) -> None:
+        """Free scratch and pools; the platform stays open."""
+        for pool in self._pools:
+            pool.close()
+        for region in self._regions:
+            self.platform.free(region)
+        self._pools.clear()
+        self._regions.clear()
+
+    # -- roles ----------------------------------------------------------------------------------------------------
+
+    def _dense_lane(self) -> Lane:
+        lanes = self._lanes(kernel="dense")
+        if not lanes:
+            raise ConfigurationError(f"platform {self.platform.name}: no executor runs the model's dense layers")
+        return min(lanes, key=lambda lane: lane.executor.kind != "gpu")
+
+    def _lanes(self, kernel: str = "", verb: str = "") -> list[Lane]:
+        return [
+            Lane(device, executor, executor.queues[0])
+            for device, executor in self.platform.executors()
+            if (not kernel or kernel in executor.kernels) and (not verb or verb in executor.verbs)
+        ]
+
+    def runner(self, kernel: str, memory: str) -> Lane | None:
+        """Who can run a kernel on rows of a memory, or None: the memory's own device, else cores that reach it."""
+        lanes = [
+            lane
+            for lane in self._lanes(kernel=kernel)
+            if lane.reaches(memory) and (not lane.executor.dtypes or self.shape.dtype in lane.executor.dtypes)
+        ]
+        owner = self.platform.memory_owner(memory)
+        return min(
+            (lane for lane in lanes if lane.device is owner or lane.executor.kind == "cores"),
+            key=lambda lane: lane.device is not owner,
+            default=None,
+        )
+
+    def mover(self, source: str, target: str) -> Lane | None:
+        """Who copies from one memory to another in one command, or None."""
+        key = (source, target)
+        if key not in self._movers:
+            lanes = [lane for lane in self._lanes(verb="copy") if lane.reaches(source) and lane.reaches(target)]
+            ends = [self.platform.memory_owner(source), self.platform.memory_owner(target)]
+
+            def preference(lane: Lane) -> tuple[bool, bool, bool]:
+                wrong_way = lane.executor.name.endswith("d2h" if lane.device is ends[1] else "h2d")
+                return (lane.executor.kind != "dma", lane.device not in ends, wrong_way)
+
+            self._movers[key] = min(lanes, key=preference, default=None)
+        return self._movers[key]
+
+    def port(self, verb: str, memory: str) -> Lane:
+        """Who reads or writes a memory from a host buffer. Raises ConfigurationError."""
+        lanes = [lane for lane in self._lanes(verb=verb) if lane.reaches(memory)]
+        owner = self.platform.memory_owner(memory)
+
+        def preference(lane: Lane) -> tuple[bool, bool, bool]:
+            wrong_way = lane.executor.name.endswith("h2d" if verb == "read" else "d2h")
+            return (lane.device is not owner, lane.executor.kind != "dma", wrong_way)
+
+        if not lanes:
+            raise ConfigurationError(f"platform {self.platform.name}: nobody can {verb} {memory} from the host")
+        return min(lanes, key=preference)
+
+    # -- moving ---------------------------------------------------------------------------------------------------
+
+    def write(self, target: Segment, data: NDArray[np.uint8], after: Sequence[Completion] = ()) -> Completion:
+        """Host buffer → segment."""
+        return self.port("write", target.region.memory).submit(Write(target, data), after)
+
+    def read(self, source: Segment, into: NDArray[np.uint8], after: Sequence[Completion] = ()) -> Completion:
+        """Segment → host buffer."""
+        return self.port("read", source.region.memory).submit(Read(source, into), after)
+
+    def copy(self, source: Segment, target: Segment, after: Sequence[Completion] = ()) -> Completion:
+        """Segment → segment in one command. Raises ConfigurationError where no executor reaches both."""
+        lane = self.mover(source.region.memory, target.region.memory)
+        if lane is None:
+            raise ConfigurationError(
+                f"platform {self.platform.name}: nobody copies from {source.region.memory} to {target.region.memory}; "
+                "stage the bytes in a memory that both sides reach"
+            )
+        return lane.submit(Copy(source, target), after)
+
+    def launch(
+        self,
+        lane: Lane,
+        args: KernelArgs,
+        reads: Sequence[Operand],
+        writes: Sequence[Operand],
+        after: Sequence[Completion] = (),
+    ) -> Completion:
+        """Run a kernel on a lane."""
+        return lane.submit(Launch(args, tuple(reads), tuple(writes)), after)
+
+    # -- attention ------------------------------------------------------------------------------------------------
+
+    def roots(self, mine: dict[tuple[int, int], Int64], others: dict[tuple[int, int], Int64]) -> Int64:
+        """Tree nodes that one device returns: int64 (r, 4) of (sequence, kv_head, level, index).
+
+        Both map (sequence, kv_head) to the sorted split ids that this device and all other devices attend.
+        """
+        table: list[tuple[int, int, int, int]] = []
+        empty = np.empty(0, dtype=np.int64)
+        for (sequence, head), splits in sorted(mine.items()):
+            theirs = others.get((sequence, head), empty)
+            key = (splits.tobytes(), theirs.tobytes())
+            if key not in self._roots:
+                if len(self._roots) > 4096:
+                    self._roots.clear()
+                self._roots[key] = cover(splits.tolist(), theirs.tolist())
+            table.extend((sequence, head, level, index) for level, index in self._roots[key])
+        return np.array(table, dtype=np.int64).reshape(-1, 4)
+
+    def attend(
+        self,
+        lane: Lane,
+        queries: Segment,
+        rows: Rows,
+        q_positions: Int64,
+        scale: float,
+        roots: Int64,
+        states: Segment,
+        after: Sequence[Completion] = (),
+    ) -> Completion:
+        """Launch `attend` on a lane: states of `roots` → `states`, float32 (r, q_len, group, 2 + head_dim_v)."""
+        shape = self.shape
+        args = Attend(
+            shape.dtype,
+            q_positions.shape[0],
+            shape.num_kv_heads,
+            shape.group,
+            q_positions.shape[1],
+            shape.head_dim,
+            shape.head_dim_v,
+            scale,
+            shape.split_tokens,
+            rows.runs,
+            q_positions,
+            roots,
+        )
+        return self.launch(lane, args, ((queries,), rows.keys, rows.values), ((states,),), after)
+
+    def merge(
+        self,
+        states: Sequence[Segment],
+        roots: Int64,
+        q_positions: Int64,
+        output: Segment,
+        after: Sequence[Completion] = (),
+    ) -> Completion:
+        """Merge states where the modules run: → `output`, float32 (sequences, q_len, q heads, head_dim_v)."""
+        shape = self.shape
+        args = Merge(
+            q_positions.shape[0], shape.num_kv_heads, shape.group, q_positions.shape[1], shape.head_dim_v, roots
+        )
+        return self.launch(self.dense, args, (tuple(states),), ((output,),), after)
+
+    def state_nbytes(self, num_roots: int, q_len: int = 1) -> int:
+        """Bytes of the states of that many roots."""
+        return num_roots * q_len * self.shape.group * (2 + self.shape.head_dim_v) * 4

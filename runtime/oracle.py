@@ -1,0 +1,157 @@
+"""The float64 oracle of a run: what attention should have given on the same stored rows, and how far off it may be.
+
+It keeps the queries and outputs of every step and layer, and the stored K and V values of each request, apart from any
+device. After the run it recomputes attention in float64 over the rows that were attended, and over all rows, and
+compares with an analytic bound that needs no tuning (u = 2⁻²⁴, unit roundoff of float32 accumulation; d = head_dim):
+
+    ds_j ≤ (d + 2)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
+    |ô − o| ≤ [2·max_j ds_j + (2·split + 8·B + 16)·u] · Σ_j p_j |V_j|
+
+where B is the number of splits that are merged. Derivation: first-order rounding analysis of the un-normalised states,
+each merge adding a constant number of roundings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.dtypes import as_stored
+from tierloop.runtime.prefill import Prefill
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+U = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Over all outputs: the largest error, the bound at that element, the largest ratio of error to bound, and the
+    largest difference to attention over all rows. `checked` counts output vectors."""
+
+    max_error: float = 0.0
+    error_bound: float = 0.0
+    worst_ratio: float = 0.0
+    error_vs_dense: float = 0.0
+    checked: int = 0
+
+
+@dataclass
+class _Step:
+    position: int
+    query: NDArray[np.float32]
+    output: NDArray[np.float32]
+    attended: list[Int64] | None
+
+
+@dataclass
+class _Rows:
+    keys: list[list[NDArray[np.float32]]]
+    values: list[list[NDArray[np.float32]]]
+    steps: list[list[_Step]] = field(default_factory=list)
+
+
+class Recorder:
+    """Watches a decoder; asks it for nothing. One per run."""
+
+    def __init__(self, shape: KVShape, scale: float) -> None:
+        self._shape = shape
+        self._scale = scale
+        self._requests: dict[str, _Rows] = {}
+
+    def admitted(self, name: str, prefill: Prefill) -> None:
+        """A request begins with these rows."""
+        dtype = self._shape.dtype
+        self._requests[name] = _Rows(
+            [[as_stored(k, dtype)] for k in prefill.keys],
+            [[as_stored(v, dtype)] for v in prefill.values],
+            [[] for _ in prefill.keys],
+        )
+
+    def rows(self, name: str, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
+        """New rows of one layer: float32 (kv heads, q_len, head_dim)."""
+        held, dtype = self._requests[name], self._shape.dtype
+        held.keys[layer].append(as_stored(keys.copy(), dtype))
+        held.values[layer].append(as_stored(values.copy(), dtype))
+
+    def attended(
+        self,
+        name: str,
+        layer: int,
+        positions: Int64,
+        queries: NDArray[np.float32],
+        outputs: NDArray[np.float32],
+        blocks: list[Int64] | None,
+    ) -> None:
+        """One step of one layer: float32 (q_len, q heads, d) and (q_len, q heads, d_v); blocks per KV head or None."""
+        for position, query, output in zip(positions.tolist(), queries, outputs, strict=True):
+            self._requests[name].steps[layer].append(_Step(position, query.copy(), output.copy(), blocks))
+
+    def verdict(self) -> Verdict:
+        """Check everything that was recorded."""
+        worst = Verdict()
+        for held in self._requests.values():
+            for layer, steps in enumerate(held.steps):
+                keys = np.concatenate(held.keys[layer], axis=1).astype(np.float64)
+                values = np.concatenate(held.values[layer], axis=1).astype(np.float64)
+                for step in steps:
+                    for head in range(self._shape.num_kv_heads):
+                        worst = _worse(worst, self._check(step, head, keys[head], values[head]))
+        return worst
+
+    def _check(self, step: _Step, head: int, keys: Float64, values: Float64) -> Verdict:
+        shape, visible = self._shape, step.position + 1
+        group = slice(head * shape.group, (head + 1) * shape.group)
+        query, output = step.query[group].astype(np.float64), step.output[group].astype(np.float64)
+        keys, values = keys[:visible], values[:visible]
+        logits = self._scale * (query @ keys.T)
+        dense = _softmax(logits) @ values
+        if step.attended is None:
+            expected, chosen = dense, slice(None)
+            bound = self._bound(query, logits, keys, values)
+        else:
+            chosen = _positions(step.attended[head], shape.block_tokens, visible)
+            expected = _softmax(logits[:, chosen]) @ values[chosen]
+            bound = self._bound(query, logits[:, chosen], keys[chosen], values[chosen])
+        error = np.abs(output - expected)
+        ratio = error / bound
+        ratio[~np.isfinite(output)] = np.inf
+        at = np.unravel_index(int(np.nan_to_num(error, nan=np.inf).argmax()), error.shape)
+        return Verdict(
+            float(error[at]), float(bound[at]), float(ratio.max()), float(np.abs(output - dense).max()), len(output)
+        )
+
+    def _bound(self, query: Float64, logits: Float64, keys: Float64, values: Float64) -> Float64:
+        shape = self._shape
+        top = logits.max(axis=1, keepdims=True)
+        ds = (shape.head_dim + 2) * U * self._scale * (np.abs(query) @ np.abs(keys).T)
+        ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
+        merges = -(-len(keys) // shape.split_tokens)
+        factor = 2 * ds.max(axis=1, keepdims=True) + (2 * shape.split_tokens + 8 * merges + 16) * U
+        bound: Float64 = factor * (_softmax(logits) @ np.abs(values))
+        return np.maximum(bound, np.finfo(np.float32).tiny)
+
+
+def _softmax(logits: Float64) -> Float64:
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    normalised: Float64 = p / p.sum(axis=1, keepdims=True)
+    return normalised
+
+
+def _positions(blocks: Int64, block_tokens: int, visible: int) -> Int64:
+    positions = (blocks[:, None] * block_tokens + np.arange(block_tokens)).ravel()
+    return np.asarray(positions[positions < visible], dtype=np.int64)
+
+
+def _worse(a: Verdict, b: Verdict) -> Verdict:
+    larger = b if b.max_error > a.max_error else a
+    return Verdict(
+        larger.max_error,
+        larger.error_bound,
+        max(a.worst_ratio, b.worst_ratio),
+        max(a.error_vs_dense, b.error_vs_dense),
+        a.checked + b.checked,
+    )

@@ -1,0 +1,65 @@
+"""Policies that leave rows where they were put: a prompt's blocks are divided over memories once, the newest stay open.
+
+The sealed blocks of the prompt go to memories by weight, oldest first in the order given; the open block and everything
+that grows after it go to the tail memory. Each request owns its pools, sized for its longest length, so a request
+either fits for its whole life or is refused when it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.runtime.blocks import Pool
+from tierloop.runtime.engine import Engine
+from tierloop.runtime.policy import Int64, Policy, Request
+
+
+class Placed(Policy):
+    """Base: `shares` maps memories to weights, `tail` takes the open block. Both by full memory name."""
+
+    def __init__(self, engine: Engine, shares: Mapping[str, float], tail: str) -> None:
+        super().__init__(engine)
+        known = [m.name for m in engine.memories()]
+        for memory, weight in shares.items():
+            if memory not in known:
+                raise ConfigurationError(f"policy {self.name}: no memory {memory!r}: {nearest(memory, known)}")
+            if not weight >= 0:
+                raise ConfigurationError(
+                    f"policy {self.name}: the share of {memory} is {weight}; it must be at least 0"
+                )
+        if not sum(shares.values()) > 0:
+            raise ConfigurationError(f"policy {self.name}: the shares of all memories are 0")
+        self.shares = dict(shares)
+        self.tail = tail
+
+    def homes(self, request: Request) -> list[str]:
+        """The memory of each block that the request will ever have, by block number."""
+        sealed = request.prompt_tokens // self.shape.block_tokens
+        total = self.shape.num_blocks(request.max_tokens)
+        weights = np.array(list(self.shares.values()), dtype=np.float64)
+        borders = np.floor(np.cumsum(weights) / weights.sum() * sealed + 1e-9).astype(int)
+        names = list(self.shares)
+        homes = [names[int(np.searchsorted(borders, block, side="right"))] for block in range(sealed)]
+        return homes + [self.tail] * (total - sealed)
+
+    async def admit(self, request: Request) -> None:
+        homes = self.homes(request)
+        per_block = self.shape.num_layers * 2 * self.shape.num_kv_heads
+        pools: dict[str, Pool] = {}
+        request.state["pools"] = pools
+        for memory in dict.fromkeys(homes):
+            pools[memory] = self.engine.pool(memory, homes.count(memory) * per_block)
+        request.state["homes"] = np.array([list(pools).index(m) for m in homes], dtype=np.int64)
+
+    def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
+        homes = request.state["homes"][blocks]
+        return [(pool, blocks[homes == i]) for i, pool in enumerate(request.state["pools"].values())]
+
+    async def release(self, request: Request) -> None:
+        pools = list(request.state.get("pools", {}).values())
+        await super().release(request)
+        for pool in pools:
+            self.engine.drop_pool(pool)

@@ -1,0 +1,52 @@
+"""Exact attention split over all devices at once: each row is computed by an executor that reaches it.
+
+GPU rows on the GPU, rows in local, remote and CXL memory by the cores, PNM rows in the PNM module; rows on a drive are
+staged one layer ahead in host memory. The states of all are merged on the GPU. The oldest rows go to the slowest
+memories, the open block stays on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from tierloop.devices.completion import Completion
+from tierloop.runtime.engine import Engine
+from tierloop.runtime.in_place import InPlaceAttention
+from tierloop.runtime.placed import Placed
+from tierloop.runtime.policy import Batch, Request
+
+WEIGHTS: dict[str, float] = {"nvme": 1.0, "pnm": 3.0, "cxl": 2.0, "cpu": 2.0, "gpu": 1.5}
+"""Default weights by kind of device, slowest first: a demonstration of every path, not a tuned placement."""
+
+
+class SplitAll(Placed):
+    """Rows on every memory of the platform; `shares` maps memory names to weights (default: by kind of device)."""
+
+    name: ClassVar[str] = "split-all"
+
+    def __init__(self, engine: Engine, shares: Mapping[str, float] | None = None) -> None:
+        if shares is None:
+            order = list(WEIGHTS)
+            kinds = {m.name: d.info.kind for d, m in engine.platform.memories() if d.info.kind in WEIGHTS}
+            shares = {m: WEIGHTS[kinds[m]] for m in sorted(kinds, key=lambda m: order.index(kinds[m]))}
+        tail = engine.dense.memory
+        super().__init__(engine, shares, tail)
+        self._attention = InPlaceAttention(engine)
+        self._attention.check([*shares, tail])
+
+    async def admit(self, request: Request) -> None:
+        await super().admit(request)
+        far = [m for m in dict.fromkeys(self.homes(request)) if self._attention.lane(m) is None]
+        blocks = sum(self.homes(request).count(m) for m in far)
+        self._attention.reserve_staging(2 * blocks * 2 * self.shape.num_kv_heads)
+
+    async def layer_input(self, layer: int, batch: Batch) -> None:
+        for ahead in (layer, layer + 1):
+            if ahead < self.shape.num_layers:
+                for request in batch.requests:
+                    self._attention.stage(request, ahead)
+
+    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
+        self.open_blocks(layer, batch)
+        return self._attention.attend(layer, batch, self.append(layer, batch))

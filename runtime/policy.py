@@ -1,0 +1,216 @@
+"""Policies: where KV rows live and who attends over them. A policy reads like its paper.
+
+A policy is a class with coroutines that the decoder calls in this order, all on one loop:
+
+1. `admit(request)`: take space for the whole request, or raise TierTooSmall; nothing is kept of a refused request.
+2. for each layer `place(request, layer, keys, values)`: put the prompt's rows where they belong, then
+   `prefilled(request, layer, queries)` with the prompt's last queries (for policies that rank rows by them).
+3. each step, for each layer: `layer_input(layer, batch)` when the layer's input is known, early enough to work one
+   layer ahead; then `attend(layer, batch)`, which stores the batch's new rows, attends, leaves the output in
+   `batch.output` and returns the completions that the layer's second half has to come after.
+4. `observe(completion)` for every command of the platform as it ends; `release(request)` when it is over.
+
+State belongs to a request, in `request.state`, and goes with it. The numbers depend on the selected rows only: never on
+placement, schedule or the order in which devices finish.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Operand
+from tierloop.devices.completion import Completion
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.kernels.contract import Append
+from tierloop.devices.regions import Segment
+from tierloop.devices.spans import Spans
+from tierloop.runtime.blocks import BlockTable, K, Pool, V
+from tierloop.runtime.dtypes import to_bytes
+from tierloop.runtime.engine import Engine
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass
+class Request:
+    """A sequence being served. `max_tokens` bounds prompt and generated tokens together."""
+
+    name: str
+    tokens: list[int]
+    max_tokens: int
+    prompt_tokens: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    table: BlockTable | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.prompt_tokens or len(self.tokens)
+
+    @property
+    def blocks(self) -> BlockTable:
+        """The request's block table. Raises RuntimeError before `admit`."""
+        if self.table is None:
+            raise RuntimeError(f"request {self.name} was not admitted")
+        return self.table
+
+
+@dataclass
+class Batch:
+    """A micro-batch in one layer.
+
+    Segments lie on the memory of the device that runs the modules: `queries` float32 (n, q_len, q heads, head_dim);
+    `new_keys` and `new_values` float32 (n, kv heads, q_len, head_dim); `output` float32 (n, q_len, q heads,
+    head_dim_v). `ready` is the completion that makes queries and rows valid; `positions` int64 (n, q_len) are the
+    logical positions of the new tokens. `attended` may name, per request, the blocks of each KV head that were attended
+    (None: all of them), for the oracle.
+    """
+
+    requests: list[Request]
+    positions: Int64
+    queries: Segment
+    new_keys: Segment
+    new_values: Segment
+    output: Segment
+    ready: Completion
+    scale: float
+    attended: list[list[Int64] | None] = field(default_factory=list)
+    project: Callable[[int], Awaitable[NDArray[np.float32]]] | None = None
+    """A layer's queries predicted from this layer's input: project(layer) → float32 (n, q_len, q heads, head_dim)."""
+
+    @property
+    def q_len(self) -> int:
+        """New tokens per request in this step."""
+        return int(self.positions.shape[1])
+
+
+class Policy:
+    """Base of all policies: storing new rows is shared; where things go and who attends is each policy's own.
+
+    `exact` says that every row is attended, so the tokens must equal dense attention. Options are keyword arguments
+    with defaults, checked by `make`.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.shape = engine.shape
+
+    async def admit(self, request: Request) -> None:
+        """Take space for the request. Raises TierTooSmall."""
+        raise NotImplementedError
+
+    async def place(self, request: Request, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
+        """Store the prompt's rows of one layer: float32 (kv heads, tokens, head_dim) each."""
+        table = request.blocks
+        count = keys.shape[1]
+        for side in (K, V):
+            for head in range(self.shape.num_kv_heads):
+                for pool, blocks in self.layout(request, layer, side, head, np.arange(self.shape.num_blocks(count))):
+                    if len(blocks):
+                        table.put(layer, side, head, blocks, pool)
+        table.length[layer] = count
+        writes = [w for side, rows in ((K, keys), (V, values)) for w in self._write_rows(request, layer, side, rows)]
+        for completion in writes:
+            await completion
+        table.seal(layer)
+
+    async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
+        """The prompt's last queries of one layer: float32 (n, q heads, head_dim)."""
+
+    async def layer_input(self, layer: int, batch: Batch) -> None:
+        """A layer's input is known; work for this layer or the next may start."""
+
+    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
+        """Store the new rows, attend, leave the output; returns what the next stage comes after."""
+        raise NotImplementedError
+
+    async def release(self, request: Request) -> None:
+        """The request is over: give its space back."""
+        if request.table is not None:
+            request.table.release()
+            request.table = None
+        request.state.clear()
+
+    def observe(self, completion: Completion) -> None:
+        """A command of the platform has ended."""
+
+    def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
+        """Which pool takes which of these new blocks; together they are `blocks`."""
+        raise NotImplementedError
+
+    # -- shared by policies ------------------------------------------------------------------------------------------
+
+    def open_blocks(self, layer: int, batch: Batch) -> None:
+        """Give places to blocks that the batch's new rows reach first, and count the rows as held."""
+        for request, positions in zip(batch.requests, batch.positions, strict=True):
+            table = request.blocks
+            first, last = int(positions[0]), int(positions[-1])
+            assert first == int(table.length[layer]), "rows are appended in order"
+            have, need = table.num_blocks(layer), self.shape.num_blocks(last + 1)
+            if need > have:
+                fresh = np.arange(have, need)
+                for side in (K, V):
+                    for head in range(self.shape.num_kv_heads):
+                        for pool, blocks in self.layout(request, layer, side, head, fresh):
+                            if len(blocks):
+                                table.put(layer, side, head, blocks, pool)
+            table.length[layer] = last + 1
+
+    def append(self, layer: int, batch: Batch, after: list[Completion] | None = None) -> Completion:
+        """Store the batch's new rows in their blocks, by the executor that computed them."""
+        targets: list[Segment] = []
+        for side in (K, V):
+            for request, positions in zip(batch.requests, batch.positions, strict=True):
+                targets.extend(request.blocks.row_segments(layer, side, int(positions[0]), batch.q_len))
+        done = self.store_rows(batch, tuple(targets), after)
+        for request in batch.requests:
+            request.blocks.seal(layer)
+        return done
+
+    def store_rows(self, batch: Batch, targets: Operand, after: list[Completion] | None = None) -> Completion:
+        """Convert the new K rows, then the new V rows, into `targets`."""
+        reads = ((batch.new_keys, batch.new_values),)
+        return self.engine.launch(
+            self.engine.dense, Append(self.shape.dtype), reads, (targets,), [batch.ready, *(after or [])]
+        )
+
+    def splits(self, blocks: Int64, length: int) -> Int64:
+        """Split ids that hold rows of the given blocks: int64, ascending."""
+        per_block = self.shape.block_tokens // self.shape.split_tokens
+        ids = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
+        return np.asarray(ids[ids * self.shape.split_tokens < length], dtype=np.int64)
+
+    def _write_rows(self, request: Request, layer: int, side: int, rows: NDArray[np.float32]) -> list[Completion]:
+        """Write a layer's K or V rows from the host into the blocks that have places, one command per pool."""
+        shape, table = self.shape, request.blocks
+        heads, count, dim = rows.shape
+        blocks = shape.num_blocks(count)
+        padded = np.zeros((heads, blocks * shape.block_tokens, dim), dtype=np.float32)
+        padded[:, :count] = rows
+        stored = to_bytes(padded, shape.dtype).reshape(heads, blocks, -1)
+        done = []
+        for number, pool in enumerate(table.pools):
+            held = table.pool[layer, side, :, :blocks] == number
+            if not held.any():
+                continue
+            data = np.zeros((int(held.sum()), pool.slot_nbytes), dtype=np.uint8)
+            data[:, : stored.shape[2]] = stored[held]
+            spans = Spans.equal(table.offset[layer, side, :, :blocks][held], pool.slot_nbytes)
+            done.append(self.engine.write(Segment(pool.region, spans), data.reshape(-1)))
+        return done
+
+
+def make(kind: type[Policy], engine: Engine, options: dict[str, Any]) -> Policy:
+    """Build a policy with options from outside. Raises ConfigurationError for an unknown option."""
+    known = [p for p in inspect.signature(kind.__init__).parameters if p not in ("self", "engine")]
+    for option in options:
+        if option not in known:
+            raise ConfigurationError(f"policy {kind.name} has no option {option!r}: {nearest(option, known)}")
+    return kind(engine, **options)

@@ -1,0 +1,310 @@
+"""The ledger counts bytes where they lie, and time as unions that never exceed what has passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierloop.devices.commands import Command, Copy, Flush, Read, Traffic, Write
+from tierloop.devices.completion import Completion
+from tierloop.devices.device import Estimate
+from tierloop.devices.errors import DeviceError, MediaError
+from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.platform import Platform
+from tierloop.devices.queues import QueueSet
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.site import Site
+from tierloop.devices.spans import Spans
+from tierloop.devices.waiting import wait
+from tierloop.runtime.ledger import Intervals, Ledger
+
+FAR = 1 << 60
+
+
+class TimedDevice:
+    """Takes as many ns as a command has bytes, holds no bytes, and fails the commands that it is told to fail."""
+
+    def __init__(self, name: str, site: Site, reaches: Sequence[str], dilation: int = 1) -> None:
+        paths = tuple(Path(memory, 0, 1, 1) for memory in reaches)
+        executor = ExecutorInfo("dma", "dma", (0, 1), frozenset({"read", "write", "copy", "flush"}), paths=paths)
+        self.info = DeviceInfo(name, "null", "emulated", (MemoryInfo(name, 1 << 40),), (executor,), dilation=dilation)
+        self.failing = False
+        self.media_nbytes = 0
+        self._site = site
+        self._queues = QueueSet(name, 2, 4096, site, self._start)
+
+    def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
+        return Region(self.info.name, self.info.name, 0, nbytes, phantom)
+
+    def free(self, region: Region) -> None:
+        region.freed = True
+
+    def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
+        return self._queues.submit(command, queue, after, Traffic(command))
+
+    def estimate(self, command: Command, queue: int = 0) -> Estimate:
+        return Estimate(1, 0, "test")
+
+    def poll(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._queues.close()
+
+    def _start(self, completion: Completion) -> None:
+        traffic = completion.traffic
+        nbytes = max([0, *traffic.read.values(), *traffic.written.values()])
+        completion.media_nbytes = self.media_nbytes
+        error = MediaError(self.info.name, "copy", "told to fail") if self.failing else None
+        self._site.clock.call_at(self._site.clock.now() + nbytes, self._queues.finish, completion, error)
+
+
+@dataclass
+class Meter:
+    name: str = "wire"
+    bytes_forward: int = 0
+    bytes_back: int = 0
+    busy_ns: int = 0
+
+
+@dataclass
+class Bench:
+    """Two devices, `near` and `far`; both reach both memories."""
+
+    dilation: int = 1
+    site: Site = field(default_factory=Site)
+
+    def __post_init__(self) -> None:
+        self.near, self.far = (TimedDevice(n, self.site, ("near", "far"), self.dilation) for n in ("near", "far"))
+        self.platform = Platform(
+            "bench", self.site, {"near": self.near, "far": self.far}, host="near", dilation=self.dilation
+        )
+        self.site.links["wire"] = Meter()
+        self.ledger = Ledger(self.platform)
+
+    def segment(self, device: str, nbytes: int) -> Segment:
+        return Region(device, device, 0, nbytes).all()
+
+    def copy(self, source: str, target: str, nbytes: int) -> Copy:
+        return Copy(self.segment(source, nbytes), self.segment(target, nbytes))
+
+    def run_to_end(self, completions: list[Completion]) -> None:
+        assert self.site.clock.run_until(lambda: all(c.done for c in completions), FAR)
+
+
+def test_bytes_count_where_they_lie() -> None:
+    bench = Bench()
+    wait(bench.site.clock, bench.near.submit(bench.copy("far", "near", 70)))
+    devices = bench.ledger.snapshot().devices
+    assert (devices["far"].bytes_read, devices["far"].bytes_written) == (70, 0)
+    assert (devices["near"].bytes_read, devices["near"].bytes_written) == (0, 70)
+    assert (devices["near"].commands, devices["far"].commands) == (1, 0)
+
+
+def test_a_memory_is_busy_while_another_device_uses_it() -> None:
+    bench = Bench()
+    wait(bench.site.clock, bench.near.submit(bench.copy("far", "near", 70)))
+    devices = bench.ledger.snapshot().devices
+    assert devices["far"].busy_ns == 70
+    assert devices["near"].busy_ns == 70
+
+
+def test_overlapping_commands_are_busy_once() -> None:
+    bench = Bench()
+    first = bench.near.submit(bench.copy("near", "near", 100), queue=0)
+    second = bench.near.submit(bench.copy("near", "near", 60), queue=1)
+    wait(bench.site.clock, [first, second])
+    assert bench.ledger.snapshot().devices["near"].busy_ns == 100
+
+
+def test_waiting_for_another_device_is_stall() -> None:
+    bench = Bench()
+    slow = bench.far.submit(bench.copy("far", "far", 100))
+    wait(bench.site.clock, bench.near.submit(bench.copy("near", "near", 30), after=[slow]))
+    use = bench.ledger.snapshot().devices["near"]
+    assert (use.stall_ns, use.busy_ns) == (100, 30)
+
+
+def test_waiting_while_another_queue_is_busy_is_no_stall() -> None:
+    bench = Bench()
+    slow = bench.far.submit(bench.copy("far", "far", 100))
+    bench.near.submit(bench.copy("near", "near", 40), queue=1)
+    wait(bench.site.clock, bench.near.submit(bench.copy("near", "near", 30), queue=0, after=[slow]))
+    use = bench.ledger.snapshot().devices["near"]
+    assert (use.stall_ns, use.busy_ns) == (60, 70)
+
+
+def test_a_command_behind_another_in_its_queue_waits_from_the_end_of_that_one() -> None:
+    bench = Bench()
+    slow = bench.far.submit(bench.copy("far", "far", 100))
+    bench.near.submit(bench.copy("near", "near", 40))
+    wait(bench.site.clock, bench.near.submit(bench.copy("near", "near", 30), after=[slow]))
+    assert bench.ledger.snapshot().devices["near"].stall_ns == 60
+
+
+def test_a_command_that_comes_after_nothing_never_stalls() -> None:
+    bench = Bench()
+    for _ in range(3):
+        wait(bench.site.clock, bench.near.submit(bench.copy("near", "far", 10)))
+    assert [use.stall_ns for use in bench.ledger.snapshot().devices.values()] == [0, 0]
+
+
+def test_reset_begins_a_new_account() -> None:
+    bench = Bench()
+    wait(bench.site.clock, bench.near.submit(bench.copy("far", "near", 70)))
+    bench.ledger.reset()
+    usage = bench.ledger.snapshot()
+    assert usage.elapsed_ns == 0
+    assert all(use.commands == use.bytes_read == use.busy_ns == 0 for use in usage.devices.values())
+
+
+def test_a_command_under_way_at_reset_counts_its_time_from_there() -> None:
+    bench = Bench()
+    running = bench.near.submit(bench.copy("near", "near", 100))
+    bench.site.clock.wait_until(30)
+    bench.ledger.reset()
+    wait(bench.site.clock, running)
+    usage = bench.ledger.snapshot()
+    assert usage.devices["near"].busy_ns == usage.elapsed_ns == 70
+    assert usage.devices["near"].bytes_read == 100
+
+
+def test_a_failed_command_moves_no_counted_bytes() -> None:
+    bench = Bench()
+    bench.near.failing = True
+    failed = bench.near.submit(bench.copy("far", "near", 50))
+    with pytest.raises(MediaError):
+        wait(bench.site.clock, failed)
+    use = bench.ledger.snapshot().devices["near"]
+    assert (use.commands, use.bytes_written, use.busy_ns) == (1, 0, 50)
+
+
+def test_a_cancelled_command_is_not_counted() -> None:
+    bench = Bench()
+    bench.near.failing = True
+    failed = bench.near.submit(bench.copy("far", "near", 50))
+    follower = bench.far.submit(bench.copy("far", "far", 50), after=[failed])
+    with pytest.raises(DeviceError):
+        wait(bench.site.clock, follower)
+    assert bench.ledger.snapshot().devices["far"].commands == 0
+
+
+def test_a_block_device_reports_what_its_medium_moved() -> None:
+    bench = Bench()
+    bench.near.media_nbytes = 4096
+    wait(bench.site.clock, bench.near.submit(bench.copy("near", "far", 256)))
+    devices = bench.ledger.snapshot().devices
+    assert (devices["near"].bytes_read, devices["near"].media_bytes) == (256, 4096)
+    assert devices["far"].media_bytes == 256
+
+
+def test_links_count_from_the_reset() -> None:
+    bench = Bench()
+    meter = bench.site.links["wire"]
+    meter.bytes_forward, meter.busy_ns = 1000, 500
+    bench.ledger.reset()
+    meter.bytes_forward, meter.bytes_back, meter.busy_ns = 1800, 7, 900
+    use = bench.ledger.snapshot().links["wire"]
+    assert (use.bytes_forward, use.bytes_back, use.busy_ns) == (800, 7, 400)
+
+
+def test_times_are_scaled_back_by_the_dilation() -> None:
+    bench = Bench(dilation=10)
+    slow = bench.far.submit(bench.copy("far", "far", 100))
+    wait(bench.site.clock, bench.near.submit(bench.copy("near", "near", 31), after=[slow]))
+    usage = bench.ledger.snapshot()
+    assert (usage.devices["near"].stall_ns, usage.devices["far"].busy_ns, usage.elapsed_ns) == (10, 10, 14)
+
+
+def test_a_closed_ledger_observes_nothing_more() -> None:
+    bench = Bench()
+    bench.ledger.close()
+    wait(bench.site.clock, bench.near.submit(bench.copy("near", "near", 5)))
+    assert bench.ledger.snapshot().devices["near"].commands == 0
+
+
+def test_host_buffers_are_counted_on_one_side_only() -> None:
+    bench = Bench()
+    wait(bench.site.clock, bench.near.submit(Write(bench.segment("near", 8), np.zeros(8, dtype=np.uint8))))
+    wait(bench.site.clock, bench.near.submit(Read(bench.segment("near", 8), np.zeros(8, dtype=np.uint8))))
+    wait(bench.site.clock, bench.near.submit(Flush(Segment(Region("near", "near", 0, 8), Spans.one(0, 0)))))
+    devices = bench.ledger.snapshot().devices
+    assert (devices["near"].bytes_written, devices["near"].bytes_read, devices["near"].commands) == (8, 8, 3)
+    assert devices["far"].bytes_written == 0
+
+
+stretches = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=30)
+
+
+@given(stretches, stretches)
+def test_a_union_has_the_length_of_its_set_of_points(
+    ours: list[tuple[int, int]], theirs: list[tuple[int, int]]
+) -> None:
+    sets = []
+    for pairs in (ours, theirs):
+        intervals = Intervals()
+        for start, end in pairs:
+            intervals.add(start, end)
+            intervals.merged()
+        sets.append((intervals, {t for start, end in pairs for t in range(start, end)}))
+    (a, points), (b, others) = sets
+    assert a.total_ns() == len(points)
+    assert a.total_with_ns(b) == len(points | others)
+
+
+jobs = st.lists(
+    st.tuples(
+        st.sampled_from(["near", "far"]),
+        st.integers(0, 1),
+        st.sampled_from(["near", "far"]),
+        st.sampled_from(["near", "far"]),
+        st.integers(1, 200),
+        st.lists(st.integers(0, 30), max_size=3),
+    ),
+    max_size=30,
+)
+
+
+@given(jobs, st.integers(1, 7), st.integers(0, 500))
+def test_busy_and_stall_stay_within_the_makespan_and_bytes_are_conserved(
+    batch: list[tuple[str, int, str, str, int, list[int]]], dilation: int, reset_at: int
+) -> None:
+    bench = Bench(dilation=dilation)
+    completions: list[Completion] = []
+    for device, queue, source, target, nbytes, after in batch:
+        earlier = [completions[i] for i in after if i < len(completions)]
+        on = bench.near if device == "near" else bench.far
+        completions.append(on.submit(bench.copy(source, target, nbytes), queue, earlier))
+    bench.site.clock.wait_until(reset_at)
+    before = bench.ledger.snapshot()
+    bench.ledger.reset()
+    bench.run_to_end(completions)
+    after_reset = bench.ledger.snapshot()
+    for usage in (before, after_reset):
+        for use in usage.devices.values():
+            assert use.stall_ns >= 0
+            assert use.busy_ns + use.stall_ns <= usage.elapsed_ns
+    both = [(before.devices[name], after_reset.devices[name]) for name in ("near", "far")]
+    total = sum(job[4] for job in batch)
+    assert sum(a.bytes_read + b.bytes_read for a, b in both) == total
+    assert sum(a.bytes_written + b.bytes_written for a, b in both) == total
+    assert sum(a.commands + b.commands for a, b in both) == len(batch)
+
+
+@given(st.integers(0, 3))
+def test_folding_in_between_changes_nothing(folds: int) -> None:
+    usages = []
+    for every in (10_000, folds + 1):
+        bench = Bench()
+        for i in range(12):
+            slow = bench.far.submit(bench.copy("far", "near", 10 + i))
+            wait(bench.site.clock, bench.near.submit(bench.copy("near", "near", 3 * i + 1), i % 2, [slow]))
+            if i % every == 0:
+                bench.ledger.snapshot()
+        usages.append(bench.ledger.snapshot())
+    assert usages[0] == usages[1]

@@ -1,0 +1,138 @@
+"""A comparison as tables for a terminal: what each policy answered, and what each device and link did for it."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from tierloop.runtime.results import Comparison, PolicyResult
+
+_TEXT = 48
+"""Characters of an answer that the table shows; the report and the JSON hold all of it."""
+
+
+def title(comparison: Comparison) -> str:
+    """One line that says what was compared on what."""
+    return (
+        f"{comparison.model}, {comparison.prompt_tokens:,} prompt tokens, "
+        f"platform {comparison.platform} ({comparison.clock} clock)"
+    )
+
+
+def policies_table(comparison: Comparison) -> Table:
+    """One row per policy: text, agreement with dense, error against its bound, and speed with how it is known."""
+    table = Table(title=Text(title(comparison)), title_justify="left", header_style="bold")
+    for heading in ("policy", "text", "tokens = dense", "largest error (bound)", "error vs dense"):
+        table.add_column(heading)
+    table.add_column("tokens/s", justify="right")
+    table.add_column("provenance")
+    for result in comparison.policies:
+        elsewhere = result.platform not in ("", comparison.platform)
+        name = f"{result.policy}\non {result.platform}" if elsewhere else result.policy
+        if result.refused is not None:
+            _add(table, name, f"refused: {result.refused}", style="yellow")
+            continue
+        _add(
+            table,
+            name,
+            _shortened(result.text),
+            agreement(comparison, result),
+            f"{result.max_error:.2e} ({result.error_bound:.2e})",
+            f"{result.error_vs_dense:.2e}",
+            rate(result),
+            provenance(result),
+            style="red" if result.invalid or (result.exact and not result.equal_to_dense) else "",
+        )
+    return table
+
+
+USE = ("device or link", "out / forward", "in / back", "media", "busy", "stall", "commands")
+"""Headings of `use_rows`: bytes that left and entered, bytes that the medium moved, shares of the decode time."""
+
+
+def use_rows(result: PolicyResult, idle: bool) -> list[tuple[str, ...]]:
+    """What each device and link did during decode, under the headings `USE`; with or without those that did nothing."""
+    total = sum(result.step_ns)
+    rows: list[tuple[str, ...]] = []
+    for name, use in result.devices.items():
+        if idle or use.commands or use.bytes_read or use.bytes_written:
+            moved = (amount(use.bytes_read), amount(use.bytes_written), amount(use.media_bytes))
+            rows.append((name, *moved, share(use.busy_ns, total), share(use.stall_ns, total), f"{use.commands:,}"))
+    for name, link in result.links.items():
+        if idle or link.bytes_forward or link.bytes_back:
+            moved = (amount(link.bytes_forward), amount(link.bytes_back), "")
+            rows.append((f"link {name}", *moved, share(link.busy_ns, total), "", ""))
+    return rows
+
+
+def use_table(comparison: Comparison) -> Table:
+    """`use_rows` of every policy that ran."""
+    table = Table(title="decode: bytes, busy and stall", title_justify="left", header_style="bold")
+    table.add_column("policy")
+    for heading in USE:
+        table.add_column(heading, justify="left" if heading == USE[0] else "right")
+    for result in comparison.policies:
+        for number, row in enumerate(use_rows(result, idle=False)):
+            _add(table, "" if number else result.policy, *row)
+        table.add_section()
+    return table
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What a reader must know beside the numbers: notes, guesses, and why a run is invalid or a check failed."""
+    lines = []
+    for result in comparison.policies:
+        lines += [f"{result.policy}: {note}" for note in result.notes]
+        lines += [f"{result.policy}: INVALID: {reason}" for reason in result.invalid]
+    guesses = dict.fromkeys(guess for result in comparison.policies for guess in result.guesses)
+    if guesses:
+        lines.append(f"rests on {len(guesses)} assumed constants: " + "; ".join(guesses))
+    lines += [f"FAILED: {failure}" for failure in comparison.failures]
+    return lines
+
+
+def agreement(comparison: Comparison, result: PolicyResult) -> str:
+    """How many of the tokens equal those of dense attention: all, or the first that differs."""
+    if result.equal_to_dense:
+        return f"all {len(result.tokens)}"
+    pairs = zip(result.tokens, comparison.dense_tokens, strict=False)
+    first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+    place = f"first {first}" if first is not None else f"{len(result.tokens)} of {len(comparison.dense_tokens)}"
+    return place if not result.exact else f"NO: {place}"
+
+
+def provenance(result: PolicyResult) -> str:
+    """How the time is known, with the dilation where there is one, and marked where the run is invalid."""
+    text = result.provenance + (f", σ = {result.dilation}" if result.dilation > 1 else "")
+    return f"INVALID ({text})" if result.invalid else text
+
+
+def rate(result: PolicyResult) -> str:
+    """Tokens per second with three digits."""
+    return f"{result.tokens_per_s:,.0f}" if result.tokens_per_s >= 100 else f"{result.tokens_per_s:.3g}"
+
+
+def share(time_ns: int, total_ns: int) -> str:
+    """A part of the decode time in percent."""
+    return f"{100 * time_ns / total_ns:.1f} %" if total_ns else "–"
+
+
+def amount(nbytes: int) -> str:
+    """Bytes with a unit of 1000: 1.23 GB."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def _add(table: Table, *cells: str, style: str = "") -> None:
+    """A row whose cells are text, never markup."""
+    table.add_row(*(Text(cell) for cell in cells), style=style)
+
+
+def _shortened(text: str) -> str:
+    """One line without control characters, which a terminal would obey."""
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
+    return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"

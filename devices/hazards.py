@@ -43,7 +43,7 @@ class _Access:
     sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First byte and byte after the last of the pieces that are not empty, by first byte; made when first needed."""
+        """First byte and byte after the last of each piece that is not empty, by first byte; made when needed."""
         if self.sorted is None:
             low, nbytes = self.pieces[:, 0], self.pieces[:, 1]
             order = np.argsort(low, kind="stable")

@@ -122,7 +122,7 @@ class QueueSet:
             completion._followers.clear()
 
     def _settle(self) -> None:
-        """Tell whoever waits for what has ended, unless a call further out is at it; raises the first error of those."""
+        """Tell whoever waits for what has ended, unless a call further out is at it; raises the first of its errors."""
         site = self._site
         if site.settling or not site.followers:
             return

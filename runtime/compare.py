@@ -7,11 +7,11 @@ attention output, outside of any time that is reported.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tierloop.devices.clocks import WallClock
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import entry
@@ -23,7 +23,7 @@ from tierloop.runtime.models import Model
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.oracle import Recorder, Verdict
 from tierloop.runtime.policy import Policy, Request, make
-from tierloop.runtime.prefill import Dense, end_tokens, generate_dense
+from tierloop.runtime.prefill import Dense, end_tokens, generate_dense, text_of
 from tierloop.runtime.results import Comparison, PolicyResult
 from tierloop.runtime.trace import TraceRecorder
 from tierloop.runtime.workloads import Workload
@@ -104,7 +104,7 @@ def compare(
         with open_platform(wanted) as platform:
             if not platform_name or wanted.platform is None:
                 platform_name, clock = platform.name, "virtual" if platform.clock.virtual else "wall"
-            begun = time.perf_counter()
+            watch = WallClock()
             try:
                 run = _Run(model, modules, platform, shape, kind, wanted, oracle, trace)
                 result = run.decode(dense, num_tokens, report)
@@ -116,7 +116,7 @@ def compare(
                     result,
                     equal_to_dense=result.refused is None and result.tokens == reference,
                     answered=answered,
-                    wall_s=time.perf_counter() - begun,
+                    wall_s=watch.now() / 1e9,
                 )
             )
     return Comparison(
@@ -125,7 +125,7 @@ def compare(
         model.name,
         len(workload.token_ids),
         tuple(results),
-        model.tokenizer.decode(reference, skip_special_tokens=True),
+        text_of(model, reference),
         reference,
         workload.question,
         workload.answer,
@@ -156,7 +156,6 @@ class _Run:
         self._recorder = Recorder(shape, modules.scale) if oracle else None
         self._decoder = Decoder(modules, self._engine, self._policy, recorder=self._recorder)
         self._ledger = Ledger(platform)
-        platform.site.observers.append(self._ledger)
 
     def decode(self, dense: Dense, num_tokens: int, report: Progress) -> PolicyResult:
         """Place the prompt and decode; everything that was taken is given back."""
@@ -170,13 +169,9 @@ class _Run:
             placement = request.blocks.nbytes_by_memory()
             self._ledger.reset()
             if self._trace is not None:
-                self._trace.begin(self._platform, title)
-            try:
-                steps = loop.run(self._steps(request, num_tokens, report))
-            finally:
-                if self._trace is not None:
-                    self._trace.end()
-            devices, links = self._ledger.snapshot()
+                self._trace.attach(self._platform, title)
+            steps = loop.run(self._steps(request, num_tokens, report))
+            usage = self._ledger.snapshot()
             loop.run(self._policy.release(request))
         finally:
             self._engine.close()
@@ -187,7 +182,7 @@ class _Run:
         return PolicyResult(
             policy=title,
             platform=self._platform.name,
-            text=self._model.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=text_of(self._model, tokens),
             tokens=tokens,
             max_error=verdict.max_error,
             error_bound=verdict.error_bound,
@@ -199,8 +194,9 @@ class _Run:
             provenance=self._platform.provenance,
             dilation=sigma,
             exact=type(self._policy).exact,
-            devices=devices,
-            links=links,
+            devices=usage.devices,
+            links=usage.links,
+            elapsed_ns=usage.elapsed_ns,
             placement=placement,
             guesses=tuple(self._platform.guesses),
             notes=tuple(self._platform.notes),
@@ -215,6 +211,8 @@ class _Run:
             begun = clock.now()
             await self._decoder.step([request])
             steps.append(clock.now() - begun)
+            if self._trace is not None:
+                self._trace.span("steps", f"step {len(steps)}", begun, clock.now())
             report(self._wanted.title, len(request.tokens) - request.prompt_tokens, num_tokens)
         report(self._wanted.title, num_tokens, num_tokens)
         return steps

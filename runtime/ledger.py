@@ -1,11 +1,11 @@
 """The ledger: which device and link did how much, and for how long, on one platform.
 
-Made by whoever runs a workload; it registers itself as an observer of completions. `reset` begins a new account (the
-decoder calls it between prefill and decode), `snapshot` reads it. What is counted:
+Made by whoever runs a workload and put among the observers of the platform's site: `site.observers.append(ledger)`.
+`reset` begins a new account (between prefill and decode), `snapshot` reads it. What is counted:
 
 - Bytes are counted in the memory where they lie, on the device that owns it. A host buffer lies in no memory that
   commands can name, so its side of a `Read` or `Write` is not counted. A command that failed counts no bytes, since how
-  many it moved is unknown; one that was cancelled never ran and is not counted as a command either.
+  many it moved is unknown; one that never ran (cancelled, or its device was closed) is not counted as a command either.
 - Busy is the union of the times [started, ended] of commands on the device's executors or on its memories.
 - Stall is the union of the times in which a command stood at the head of one of its queues (it was submitted, and the
   command before it had ended) and waited for its `after`, minus the times in which the device was busy.
@@ -17,14 +17,12 @@ rounded up. An observation stores one tuple (0.4 µs); unions are computed 8,192
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Traffic
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import Cancelled, DeviceError
+from tierloop.devices.errors import DeviceError
 from tierloop.devices.platform import Platform
 from tierloop.devices.site import LinkMeter
 from tierloop.runtime.results import DeviceUse, LinkUse
@@ -33,15 +31,6 @@ _FOLD = 8192
 """Observations that are kept before they are folded into unions: 1 MiB of tuples."""
 
 _Entry = tuple[str, int, int, int, int, Traffic, DeviceError | None, int, int]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """An account: use per device and link in the platform's order, and how long it ran, in ns scaled back by σ."""
-
-    devices: dict[str, DeviceUse]
-    links: dict[str, LinkUse]
-    elapsed_ns: int
 
 
 class Intervals:
@@ -104,7 +93,7 @@ class _Account:
 
 
 class Ledger:
-    """Observes every completion of `platform` from now on."""
+    """An observer of completions; see the top of the file."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -112,7 +101,6 @@ class Ledger:
         self._log: list[_Entry] = []
         self._queue_free: dict[tuple[str, int], int] = {}
         self._begin()
-        platform.site.observers.append(self)
 
     def __call__(self, completion: Completion) -> None:
         """One command has ended."""
@@ -143,8 +131,13 @@ class Ledger:
         self._of_memory = {m.name: self._accounts[device.info.name] for device, m in self._platform.memories()}
         self._links_before = {name: _link_use(link) for name, link in self._site.links.items()}
 
-    def snapshot(self) -> Usage:
-        """The account so far. Commands that have not ended are not in it."""
+    @property
+    def elapsed_ns(self) -> int:
+        """How long the present account has been open."""
+        return _scaled(self._site.clock.now() - self._since, self._platform.dilation)
+
+    def snapshot(self) -> tuple[dict[str, DeviceUse], dict[str, LinkUse]]:
+        """The account so far, in the platform's order. Commands that have not ended are not in it."""
         self._fold()
         sigma = self._platform.dilation
         devices = {}
@@ -164,12 +157,7 @@ class Ledger:
             now, before = _link_use(link), self._links_before.get(name, (0, 0, 0))
             forward, back, busy_ns = (n - b for n, b in zip(now, before, strict=True))
             links[name] = LinkUse(forward, back, _scaled(busy_ns, sigma))
-        return Usage(devices, links, _scaled(self._site.clock.now() - self._since, sigma))
-
-    def close(self) -> None:
-        """Stop observing; the account stays readable."""
-        if self in self._site.observers:
-            self._site.observers.remove(self)
+        return devices, links
 
     def _fold(self) -> None:
         log, self._log = self._log, []
@@ -182,7 +170,7 @@ class Ledger:
             if started > submitted and started > head:
                 account.waits.new += (max(head, submitted, since), started)
             if error is not None:
-                if not isinstance(error, Cancelled):
+                if ended > started:
                     account.commands += 1
                     account.busy.add(max(started, since), ended)
                     for memory in (*traffic.read, *traffic.written):

@@ -103,7 +103,14 @@ def generate_dense(
         queries,
         generated[0],
     )
-    return Dense(generated, model.tokenizer.decode(generated, skip_special_tokens=True), prefill)
+    return Dense(generated, text_of(model, generated), prefill)
+
+
+def text_of(model: Model, tokens: Sequence[int]) -> str:
+    """Tokens as text, without special tokens."""
+    text = model.tokenizer.decode(list(tokens), skip_special_tokens=True)
+    assert isinstance(text, str), "one sequence decodes to one string"
+    return text
 
 
 def end_tokens(model: Model) -> frozenset[int]:

@@ -58,6 +58,8 @@ class PolicyResult:
     """Output vectors that the oracle has checked."""
     tokens_per_s: float = 0.0
     step_ns: tuple[int, ...] = ()
+    elapsed_ns: int = 0
+    """How long the decode lasted on the platform's clock, scaled back: what busy and stall are parts of."""
     provenance: str = ""
     dilation: int = 1
     exact: bool = True
@@ -105,4 +107,6 @@ class Comparison:
                 failed.append(
                     f"{result.policy}: error {result.max_error:.3g} is above its bound {result.error_bound:.3g}"
                 )
+            elif not result.worst_ratio <= 1:
+                failed.append(f"{result.policy}: an error is {result.worst_ratio:.3g} times its bound")
         return failed

@@ -1,7 +1,7 @@
 """Traces: what ran where and when, as Chrome Trace Event JSON that opens in ui.perfetto.dev.
 
-Made by whoever wants a trace and handed to `compare`; `attach` is called once per run. One file holds several runs,
-each a process of its own; within it there is one track per queue of each executor, one per link and direction, and
+Made by whoever wants a trace and handed to `compare`, which calls `begin` and `end` around each run. One file holds
+several runs, each a process of its own; within it there is one track per queue of each executor, one per link and direction, and
 whatever else was named in `span`. What must hold:
 
 - On every track the slices are disjoint or nested. Commands of one queue never overlap. A link carries several
@@ -53,7 +53,7 @@ class _Span(NamedTuple):
 
 
 class _Run:
-    """One attached platform: a process in the trace."""
+    """One run: a process in the trace."""
 
     def __init__(self, recorder: TraceRecorder, platform: Platform, process: str) -> None:
         self.process = process
@@ -117,11 +117,15 @@ class TraceRecorder:
         self.recorded = 0
         self.dropped = 0
 
-    def attach(self, platform: Platform, process: str) -> None:
-        """Begin a process of that name and record everything that the platform does from now on."""
+    def begin(self, platform: Platform, title: str) -> None:
+        """Begin a process named after the platform and `title`; record what the platform does from now on."""
+        self.end()
+        self._runs.append(_Run(self, platform, f"{platform.name}: {title}"))
+
+    def end(self) -> None:
+        """Record no more of the present run; a command that has not ended is not in the trace."""
         if self._runs:
             self._runs[-1].detach()
-        self._runs.append(_Run(self, platform, process))
 
     def span(self, track: str, name: str, start_ns: int, end_ns: int) -> None:
         """A slice of the caller's own on the present process (a step, a phase), in ns of the platform's clock."""

@@ -24,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierloop.devices.drivers.deadlines import within
+from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Gone, ProtocolError
-from tierloop.devices.system import System, address_of, from_os
+from tierloop.devices.system import System, from_os
 
 LARGEST_TRANSFER = 512 * 1024
 """Bytes per transfer. Larger vectored reads were seen to fail with EAGAIN after a part was moved (liburing #766)."""
@@ -130,10 +130,10 @@ class PosixEngine:
     def _run(self, op: str, call: Callable[[], None]) -> None:
         counts = self.counts
         try:
-            within(self._target.deadline_s, call, lambda: counts.transfers)
-        except TimeoutError:
+            within(self._target.deadline_s, call, lambda: counts.transfers + counts.retried)
+        except Stuck as stuck:
             counts.timeouts += 1
-            raise
+            raise Stuck(f"{op}: {stuck}") from None
 
     def _all(self, pieces: Pieces, write: bool) -> None:
         for offset, address, nbytes in pieces.tolist():
@@ -213,19 +213,3 @@ def room(target: Target, nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise from_os(target.device, "bounce", error, f"{nbytes} bytes of aligned host memory") from error
 
-
-__all__ = [
-    "LARGEST_TRANSFER",
-    "Counts",
-    "Engine",
-    "PosixEngine",
-    "Target",
-    "address_of",
-    "back_off",
-    "host_bytes",
-    "lost",
-    "ran_dry",
-    "room",
-    "stopped",
-    "unsynced",
-]

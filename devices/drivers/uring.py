@@ -19,6 +19,7 @@ import ctypes
 import errno
 import mmap
 import platform
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from tierloop.devices.drivers.engines import (
     unsynced,
 )
 from tierloop.devices.drivers.pieces import Pieces
-from tierloop.devices.errors import DeviceError, Timeout
+from tierloop.devices.errors import DeviceError, ProtocolError, Timeout
 from tierloop.devices.system import SYS_IO_URING_ENTER, SYS_IO_URING_SETUP, System, address_of, from_os
 
 SUBMISSION = np.dtype(
@@ -63,8 +64,8 @@ SINGLE_ISSUER, DEFER_TASKRUN = 1 << 12, 1 << 13
 GETEVENTS, EXT_ARG = 1 << 0, 1 << 3
 FEATURE_SINGLE_MMAP, FEATURE_EXT_ARG = 1 << 0, 1 << 8
 RINGS_OFFSET, ENTRIES_OFFSET = 0, 0x10000000
-CANCELLED_BY_US = 1 << 63
-"""user_data of a cancellation, so that its own completion is told from a transfer's."""
+CANCELLATION = np.uint64(1 << 63)
+"""Set in the user_data of a cancellation, so that its own completion is told from a transfer's."""
 
 
 class Ring:
@@ -107,7 +108,7 @@ class Ring:
         offsets: NDArray[np.int64] | int,
         addresses: NDArray[np.int64] | int,
         sizes: NDArray[np.int64] | int,
-        user_data: NDArray[np.int64],
+        user_data: NDArray[np.int64] | NDArray[np.uint64],
         op_flags: int = 0,
     ) -> None:
         """Write one submission per element of `user_data`; there must be room (`entries` less what is not entered)."""
@@ -145,9 +146,17 @@ class Ring:
         self._cq_head[0] = tail
         return taken["user_data"], taken["result"]
 
+    def withdraw(self) -> list[int]:
+        """Take back what was pushed and the kernel has not taken yet: its user_data."""
+        head, tail = int(self._sq_head[0]), int(self._sq_tail[0])
+        at = np.arange(head, head + ((tail - head) & 0xFFFFFFFF)) & (self.entries - 1)
+        self._sq_tail[0] = head
+        return [int(i) for i in self._submissions["user_data"][at]]
+
     def close(self) -> None:
-        """Close the ring; its mappings go with the last array that looks into them."""
+        """Close the ring and unmap it (a mapping holds a descriptor of its own)."""
         self._system.close(self._fd)
+        vars(self).clear()
 
 
 def _setup(system: System, entries: int) -> tuple[int, NDArray[np.uint32]]:
@@ -169,6 +178,15 @@ def _word(rings: NDArray[np.uint8], offset: np.uint32) -> NDArray[np.uint32]:
     return rings[int(offset) : int(offset) + 4].view(np.uint32)
 
 
+OFFSET, ADDRESS, LEFT, HOST, WHOLE, TRIES = range(6)
+"""Columns of a slot: what the kernel is asked for next; the caller's address, bytes in all; tries without progress."""
+
+_AGAIN = (0, errno.EINTR, errno.EAGAIN, errno.EBUSY)
+"""Answers of io_uring_enter after which it is simply entered again."""
+
+_ABANDONED: list[UringEngine] = []
+"""Engines with transfers that the kernel did not give back: their memory must outlive the process's use of it."""
+
 _BOUNCE_SLOTS = 16
 """Transfers in flight through the bounce buffer: 16 × 512 KiB = 8 MiB per queue, made when first needed."""
 
@@ -184,17 +202,16 @@ class UringEngine:
         self._depth = min(depth, self._ring.entries)
         self._bounce: mmap.mmap | None = None
         self._bounce_at = 0
-        # per slot: offset, address the kernel uses, bytes left, caller's address, bytes in all, tries without progress
         self._slots = np.zeros((self._depth, 6), dtype=np.int64)
         self._flying: set[int] = set()
         try:
             self._self_test()
-        except BaseException:
+        except OSError:
             self._ring.close()
             raise
 
     def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
-        target, slots = self._target, self._slots
+        target = self._target
         op, opcode = ("write", WRITE) if write else ("read", READ)
         bounced = bool((pieces[:, 1] % target.memory_grid).any())
         if bounced and self._bounce is None:
@@ -202,36 +219,27 @@ class UringEngine:
             self._bounce_at = address_of(self._bounce)
         depth = 1 if ordered else min(self._depth, _BOUNCE_SLOTS) if bounced else self._depth
         free, again = list(range(depth)), list[int]()
-        taken, failed = 0, None
+        taken = 0
+        failed: DeviceError | None = None
         while True:
             if failed is None and target.stop.is_set():
                 failed = stopped(target, op)
-            if failed is not None:
-                again.clear()
-            elif free and taken < len(pieces):
+            if failed is None and free and taken < len(pieces):
                 mine = np.array(free[: len(pieces) - taken])
                 del free[: len(mine)]
-                batch = pieces[taken : taken + len(mine)]
+                self._fill(mine, pieces[taken : taken + len(mine)], bounced, write)
                 taken += len(mine)
-                slots[mine] = batch[:, (0, 1, 2, 1, 2, 2)]
-                slots[mine, 5] = 0
-                if bounced:
-                    slots[mine, 1] = self._bounce_at + mine * LARGEST_TRANSFER
-                    if write:
-                        self._copy(mine, 1, 3)
                 self._push(opcode, mine)
-            if again:
+            if failed is None and again:
                 self._push(opcode, np.array(again))
-                again.clear()
+            again.clear()
             if not self._flying:
                 break
             ids, results = self._wait(op, max(1, len(self._flying) // 4))
-            whole = results == slots[ids, 2]
+            whole = results == self._slots[ids, LEFT]
             good = ids[whole]
             if len(good):
-                self._count(write, slots[good, 2], bounced)
-                if bounced and not write:
-                    self._copy(good, 3, 1)
+                self._done(good, bounced, write)
                 free.extend(good.tolist())
             for slot, result in zip(ids[~whole].tolist(), results[~whole].tolist(), strict=True):
                 error = self._continue(slot, result, op)
@@ -239,7 +247,8 @@ class UringEngine:
                     again.append(slot)
                 else:
                     failed = failed or error
-                    free.append(slot)
+            if again and not self._flying and failed is None:
+                back_off(target, int(self._slots[again, TRIES].max()))
         if failed is not None:
             raise failed
 
@@ -262,57 +271,64 @@ class UringEngine:
 
     def _self_test(self) -> None:
         """Read the first block through the ring: what it cannot do is known before anything is promised."""
-        block = self._target.system.mmap(-1, max(self._target.grid, mmap.PAGESIZE))
-        piece = np.array([[0, address_of(block), self._target.grid]], dtype=np.int64)
+        self._block = self._target.system.mmap(-1, max(self._target.grid, mmap.PAGESIZE))
+        piece = np.array([[0, address_of(self._block), self._target.grid]], dtype=np.int64)
         try:
             self.transfer(piece, write=False)
         except DeviceError as error:
-            raise OSError(error.errno or errno.EIO, f"a read through io_uring failed: {error.detail}") from error
+            raise OSError(error.errno or errno.EIO, f"a first read failed: {error.detail}") from error
         self.counts = Counts()
+
+    def _fill(self, ids: NDArray[np.int64], pieces: Pieces, bounced: bool, write: bool) -> None:
+        slots = self._slots
+        slots[ids] = pieces[:, (0, 1, 2, 1, 2, 0)]
+        slots[ids, TRIES] = 0
+        if bounced:
+            slots[ids, ADDRESS] = self._bounce_at + ids * LARGEST_TRANSFER
+            if write:
+                for _, bounce, _, host, nbytes, _ in slots[ids].tolist():
+                    ctypes.memmove(bounce, host, nbytes)
+
+    def _done(self, ids: NDArray[np.int64], bounced: bool, write: bool) -> None:
+        self._count(write, len(ids), int(self._slots[ids, LEFT].sum()))
+        if bounced:
+            self.counts.bounced_nbytes += int(self._slots[ids, WHOLE].sum())
+            if not write:
+                for slot, (_, _, _, host, nbytes, _) in zip(ids.tolist(), self._slots[ids].tolist(), strict=True):
+                    ctypes.memmove(host, self._bounce_at + slot * LARGEST_TRANSFER, nbytes)
+
+    def _count(self, write: bool, transfers: int, nbytes: int) -> None:
+        self.counts.transfers += transfers
+        if write:
+            self.counts.written_nbytes += nbytes
+        else:
+            self.counts.read_nbytes += nbytes
 
     def _push(self, opcode: int, ids: NDArray[np.int64]) -> None:
         rows = self._slots[ids]
-        self._ring.push(opcode, self._target.fd, rows[:, 0], rows[:, 1], rows[:, 2], ids)
+        self._ring.push(opcode, self._target.fd, rows[:, OFFSET], rows[:, ADDRESS], rows[:, LEFT], ids)
         self._flying.update(ids.tolist())
-
-    def _copy(self, ids: NDArray[np.int64], to: int, source: int) -> None:
-        """Between bounce buffer and caller: columns 1 and 3 of a slot; the whole piece, wherever a short one resumed."""
-        for slot in ids.tolist():
-            row = self._slots[slot].tolist()
-            start = self._bounce_at + slot * LARGEST_TRANSFER
-            place = {1: start, 3: row[3]}
-            ctypes.memmove(place[to], place[source], row[4])
-
-    def _count(self, write: bool, moved: NDArray[np.int64], bounced: bool) -> None:
-        counts, nbytes = self.counts, int(moved.sum())
-        counts.transfers += len(moved)
-        if write:
-            counts.written_nbytes += nbytes
-        else:
-            counts.read_nbytes += nbytes
-        if bounced:
-            counts.bounced_nbytes += nbytes
 
     def _continue(self, slot: int, result: int, op: str) -> DeviceError | None:
         """A transfer that failed or stopped short: set its slot up for what is left, or say why not."""
         target, row = self._target, self._slots[slot]
-        offset, left = int(row[0]), int(row[2])
+        offset, left = int(row[OFFSET]), int(row[LEFT])
+        if result > left:
+            return ProtocolError(target.device, op, f"{result} bytes moved where {left} were asked for")
         if result < 0 and -result not in (errno.EAGAIN, errno.EINTR):
             return lost(target, op, -result, offset, left)
+        if result == 0:
+            return ran_dry(target, op, offset, left)
         step = max(result, 0) // target.grid * target.grid
-        if result >= 0:
-            self._count(op == "write", np.array([result]), False)
+        if result > 0:
+            self._count(op == "write", 1, result)
             self.counts.resumed += 1
         else:
             self.counts.retried += 1
-        row[5] = 0 if step else row[5] + 1
-        if result > left or result == 0 or (result > 0 and row[5] > target.retries):
-            return ran_dry(target, op, offset, left)
-        if row[5] > target.retries:
-            return lost(target, op, -result, offset, left)
-        row[0], row[1], row[2] = offset + step, int(row[1]) + step, left - step
-        if not step and not self._flying:
-            back_off(target, int(row[5]))
+        row[TRIES] = 0 if step else row[TRIES] + 1
+        if row[TRIES] > target.retries:
+            return ran_dry(target, op, offset, left) if result > 0 else lost(target, op, -result, offset, left)
+        row[OFFSET], row[ADDRESS], row[LEFT] = offset + step, int(row[ADDRESS]) + step, left - step
         return None
 
     def _wait(self, op: str, wait_for: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -324,36 +340,43 @@ class UringEngine:
                 self._ring.enter(wait_for, self._target.deadline_s)
             except OSError as error:
                 number = error.errno or 0
-            ids, results = self._ring.reap()
+            ids, results = self._reap()
             if len(ids):
-                self._flying.difference_update(ids.tolist())
-                return ids.astype(np.int64), results.astype(np.int64)
-            if number in (errno.EINTR, errno.EAGAIN, errno.EBUSY, 0):
-                tries += 1
-                self.counts.retried += 1
-                if tries <= self._target.retries:
-                    back_off(self._target, tries)
-                    continue
-            self._give_up(op, number)
+                return ids, results
+            tries += 1
+            if number not in _AGAIN or tries > self._target.retries:
+                self._give_up(op, number)
+            self.counts.retried += 1
+            back_off(self._target, tries)
 
-    def _give_up(self, op: str, number: int) -> None:
+    def _reap(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        user_data, results = self._ring.reap()
+        ours = user_data < CANCELLATION
+        ids = user_data[ours].astype(np.int64)
+        self._flying.difference_update(ids.tolist())
+        return ids, results[ours]
+
+    def _give_up(self, op: str, number: int) -> NoReturn:
         """Nothing came back: take the transfers out of the kernel's hands, then raise; Stuck if it does not let go."""
+        target, count = self._target, len(self._flying)
         self.counts.timeouts += 1
-        count, seconds = len(self._flying), self._target.deadline_s
-        ids = np.array(sorted(self._flying), dtype=np.int64)
-        self._ring.push(ASYNC_CANCEL, -1, 0, ids, 0, np.full(len(ids), CANCELLED_BY_US, dtype=np.uint64).view(np.int64))
-        for _ in range(4 * len(ids)):
-            try:
-                self._ring.enter(1, min(seconds, 1.0))
-            except OSError as error:
-                if error.errno != errno.EINTR:
-                    break
-            back, _ = self._ring.reap()
-            self._flying.difference_update(int(i) for i in back if not int(i) & CANCELLED_BY_US)
+        self._flying.difference_update(self._ring.withdraw())
+        if self._flying:
+            ids = np.array(sorted(self._flying), dtype=np.int64)
+            self._ring.push(ASYNC_CANCEL, -1, 0, ids, 0, CANCELLATION | ids.astype(np.uint64))
+        for _ in range(2 * count):
             if not self._flying:
                 break
+            try:
+                self._ring.enter(1, min(target.deadline_s, 1.0))
+            except OSError as error:
+                if error.errno not in _AGAIN:
+                    break
+            self._reap()
         if self._flying:
-            raise Stuck(f"{len(self._flying)} transfers did not come back within {seconds:g} s and cannot be cancelled")
-        if number not in (0, errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
-            raise from_os(self._target.device, op, OSError(number, ""), f"io_uring_enter with {count} transfers")
-        raise Timeout(self._target.device, op, f"none of {count} transfers came back within {seconds:g} s", errno.ETIME)
+            _ABANDONED.append(self)
+            raise Stuck(f"{op}: {len(self._flying)} of {count} transfers neither came back nor could be cancelled")
+        if number in (errno.ETIME, *_AGAIN):
+            detail = f"none of {count} transfers came back within {target.deadline_s:g} s"
+            raise Timeout(target.device, op, detail, number or errno.ETIME)
+        raise from_os(target.device, op, OSError(number, ""), f"io_uring_enter with {count} transfers")

@@ -1,0 +1,190 @@
+"""Sixteen lanes: the vector arithmetic that fixes the order of every sum, written as LLVM instructions.
+
+Why by hand: the bits of a result must not depend on the compiler's taste, so there is no fast-math, no contraction
+(multiply and add round separately, which every instruction set can do alike) and no vectoriser in the way. LLVM cuts
+a <16 x float> into whatever registers there are (one zmm, two ymm, four xmm) without changing a bit.
+
+The order of a sum over n elements: element i goes to lane i mod 16, in ascending i; lanes are then added by halving,
+lane j and lane j + 8, + 4, + 2, + 1. A last partial vector is filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from tierloop.devices.kernels.compiled import load
+
+LANES = 16
+FLOAT = ir.FloatType()
+INT16 = ir.IntType(16)
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
+"""Codes of the stored types."""
+ITEM = (4, 2, 2)
+
+
+def int64(n: int) -> Any:
+    """An int64 constant."""
+    return ir.Constant(INT64, n)
+
+
+def floats(x: float, count: int = LANES) -> Any:
+    """A vector constant with x in every lane."""
+    return ir.Constant(ir.VectorType(FLOAT, count), [x] * count)
+
+
+def ints(x: int, count: int = LANES) -> Any:
+    """A vector of int32 constants."""
+    return ir.Constant(ir.VectorType(INT32, count), [x] * count)
+
+
+def at(builder: Any, address: Any, index: Any, item: int = 1) -> Any:
+    """address + index · item."""
+    return builder.add(address, builder.mul(index, int64(item)) if item != 1 else index)
+
+
+def has_feature(context: Any, feature: str) -> bool:
+    """Whether the target that code is made for has an instruction-set feature."""
+    return f"+{feature}" in context.codegen().magic_tuple()[2].split(",")
+
+
+def widen(context: Any, builder: Any, dtype: int, raw: Any) -> Any:
+    """Stored elements, as loaded (float32, or the bits of 16-bit floats), as float32: exact."""
+    if dtype == FLOAT32:
+        return raw
+    vector = isinstance(raw.type, ir.VectorType)
+
+    def like(scalar: Any) -> Any:
+        return ir.VectorType(scalar, raw.type.count) if vector else scalar
+
+    def constant(scalar: Any, x: Any) -> Any:
+        return ir.Constant(like(scalar), [x] * raw.type.count if vector else x)
+
+    if dtype == FLOAT16 and (has_feature(context, "f16c") or not _is_x86(context)):
+        return builder.fpext(builder.bitcast(raw, like(ir.HalfType())), like(FLOAT))
+    bits = builder.zext(raw, like(INT32))
+    if dtype == BFLOAT16:
+        return builder.bitcast(builder.shl(bits, constant(INT32, 16)), like(FLOAT))
+    # float16 without the instruction: move exponent and mantissa over and multiply the biases' difference away, which
+    # makes subnormals right as well; infinities and NaNs get the largest exponent by hand.
+    shifted = builder.shl(builder.and_(bits, constant(INT32, 0x7FFF)), constant(INT32, 13))
+    small = builder.fmul(builder.bitcast(shifted, like(FLOAT)), constant(FLOAT, 2.0**112))
+    special = builder.icmp_unsigned(">=", shifted, constant(INT32, 0x7C00 << 13))
+    forced = builder.or_(shifted, constant(INT32, 0x7F800000))
+    magnitude = builder.select(special, forced, builder.bitcast(small, like(INT32)))
+    sign = builder.shl(builder.and_(bits, constant(INT32, 0x8000)), constant(INT32, 16))
+    return builder.bitcast(builder.or_(magnitude, sign), like(FLOAT))
+
+
+def _is_x86(context: Any) -> bool:
+    return str(context.codegen().magic_tuple()[0]).startswith(("x86", "i386", "i686"))
+
+
+def load_lanes(context: Any, builder: Any, dtype: int, address: Any, count: int = LANES) -> Any:
+    """`count` stored elements from an address, as float32."""
+    kind = ir.VectorType(FLOAT if dtype == FLOAT32 else INT16, count)
+    return widen(context, builder, dtype, load(builder, address, kind))
+
+
+def load_one(context: Any, builder: Any, dtype: int, address: Any) -> Any:
+    """One stored element as float32."""
+    return widen(context, builder, dtype, load(builder, address, FLOAT if dtype == FLOAT32 else INT16))
+
+
+def spread(builder: Any, x: Any, count: int = LANES) -> Any:
+    """A scalar in every lane."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(x.type, count), ir.Undefined), x, ir.Constant(INT32, 0))
+    return shuffle(builder, one, one, [0] * count)
+
+
+def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """Pick lanes of the two vectors end to end."""
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(lanes)), lanes))
+
+
+@contextmanager
+def counting(builder: Any, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
+    """A loop: start, start + step, … below stop."""
+    with cgutils.for_range_slice(builder, start, stop, int64(step), INT64) as (i, _):
+        yield i
+
+
+def whole(builder: Any, n: Any, step: int) -> Any:
+    """The largest multiple of `step` that is at most n; step is a power of two."""
+    return builder.and_(n, int64(-step))
+
+
+def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
+    """The sums over the lanes of each vector, by halving, as one vector; their number is a power of two.
+
+    Several vectors are halved together: two of them share one addition. The order within each stays the same.
+    """
+    return _halve(builder, vectors, builder.fadd)
+
+
+def max_lanes(builder: Any, vector: Any) -> Any:
+    """The largest lane, a scalar; NaN if any lane is NaN."""
+    one = _halve(builder, [vector], lambda a, b: maximum(builder, a, b))
+    return builder.extract_element(one, ir.Constant(INT32, 0))
+
+
+def _halve(builder: Any, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    width = int(vectors[0].type.count)
+    while width > 1:
+        half = width // 2
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], None)]
+        halved = []
+        for a, b in pairs:
+            held = (int(a.type.count) // width) * (1 if b is None else 2)
+            low = [i * width + j for i in range(held) for j in range(half)]
+            other = a if b is None else b
+            lows, highs = shuffle(builder, a, other, low), shuffle(builder, a, other, [i + half for i in low])
+            halved.append(combine(lows, highs))
+        vectors, width = halved, half
+    assert len(vectors) == 1, "the number of vectors is a power of two, at most their width"
+    return vectors[0]
+
+
+def maximum(builder: Any, a: Any, b: Any) -> Any:
+    """The larger one, lane by lane; NaN if either is."""
+    larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
+    return builder.select(builder.fcmp_unordered("uno", a, b), builder.fadd(a, b), larger)
+
+
+_LOG2_E = 1.44269504088896341
+_LN2_HIGH = 0.693359375
+"""355/512: n · this is exact for every n that occurs."""
+_LN2_LOW = -2.12194440e-4
+_ROUND = 12582912.0
+"""1.5 · 2²³: adding and subtracting it rounds to the nearest integer, and leaves that integer in the low bits."""
+_SMALLEST = -87.33654
+"""exp of this is the smallest normal float32; below it the result is 0."""
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Minimax coefficients of (eʳ − 1 − r) / r² on |r| ≤ ln 2 / 2, highest power first (Cephes expf)."""
+
+
+def exponential(builder: Any, x: Any) -> Any:
+    """e**x for x ≤ 0, a vector: within 1 ulp, monotone, exp(0) = 1, exp(−∞) = 0, NaN for NaN.
+
+    Results below 2⁻¹²⁶ are 0: subnormal weights change nothing that float32 can show and are slow to multiply.
+    """
+    count = int(x.type.count)
+    rounded = builder.fadd(builder.fmul(x, floats(_LOG2_E, count)), floats(_ROUND, count))
+    n = builder.fsub(rounded, floats(_ROUND, count))
+    r = builder.fsub(x, builder.fmul(n, floats(_LN2_HIGH, count)))
+    r = builder.fsub(r, builder.fmul(n, floats(_LN2_LOW, count)))
+    p = floats(_EXP[0], count)
+    for coefficient in _EXP[1:]:
+        p = builder.fadd(builder.fmul(p, r), floats(coefficient, count))
+    y = builder.fadd(builder.fmul(p, builder.fmul(r, r)), r)
+    y = builder.fadd(y, floats(1.0, count))
+    bits = builder.bitcast(rounded, ir.VectorType(INT32, count))
+    power = builder.shl(builder.add(bits, ints(127, count)), ints(23, count))
+    y = builder.fmul(y, builder.bitcast(power, x.type))
+    return builder.select(builder.fcmp_ordered("<", x, floats(_SMALLEST, count)), floats(0.0, count), y)

@@ -154,8 +154,12 @@ def _check_dtype(info: DeviceInfo, executor: ExecutorInfo, command: Launch, op: 
 def _check_buffer(info: DeviceInfo, command: Read | Write, op: str) -> None:
     buffer = command.into if isinstance(command, Read) else command.data
     segment = command.source if isinstance(command, Read) else command.target
+    if not isinstance(buffer, np.ndarray):
+        raise OutOfRange(info.name, op, f"host buffers are NumPy arrays, got {type(buffer).__name__}")
     if buffer.dtype != "uint8" or buffer.ndim != 1 or not buffer.flags.c_contiguous:
-        raise OutOfRange(info.name, op, f"host buffers are C-contiguous uint8 (n,), got {buffer.dtype} {buffer.shape}")
+        raise OutOfRange(
+            info.name, op, f"host buffers are C-contiguous uint8 (n,), got {buffer.dtype} {buffer.shape} {buffer.strides}"
+        )
     if buffer.nbytes != segment.spans.nbytes:
         raise OutOfRange(info.name, op, f"a buffer of {buffer.nbytes} bytes for spans of {segment.spans.nbytes} bytes")
     if isinstance(command, Read) and not buffer.flags.writeable:

@@ -156,6 +156,7 @@ class _Run:
         self._recorder = Recorder(shape, modules.scale) if oracle else None
         self._decoder = Decoder(modules, self._engine, self._policy, recorder=self._recorder)
         self._ledger = Ledger(platform)
+        platform.site.observers.append(self._ledger)
 
     def decode(self, dense: Dense, num_tokens: int, report: Progress) -> PolicyResult:
         """Place the prompt and decode; everything that was taken is given back."""
@@ -169,9 +170,14 @@ class _Run:
             placement = request.blocks.nbytes_by_memory()
             self._ledger.reset()
             if self._trace is not None:
-                self._trace.attach(self._platform, title)
-            steps = loop.run(self._steps(request, num_tokens, report))
-            usage = self._ledger.snapshot()
+                self._trace.begin(self._platform, title)
+            try:
+                steps = loop.run(self._steps(request, num_tokens, report))
+            finally:
+                if self._trace is not None:
+                    self._trace.end()
+            devices, links = self._ledger.snapshot()
+            elapsed_ns = self._ledger.elapsed_ns
             loop.run(self._policy.release(request))
         finally:
             self._engine.close()
@@ -194,9 +200,9 @@ class _Run:
             provenance=self._platform.provenance,
             dilation=sigma,
             exact=type(self._policy).exact,
-            devices=usage.devices,
-            links=usage.links,
-            elapsed_ns=usage.elapsed_ns,
+            devices=devices,
+            links=links,
+            elapsed_ns=elapsed_ns,
             placement=placement,
             guesses=tuple(self._platform.guesses),
             notes=tuple(self._platform.notes),

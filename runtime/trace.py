@@ -1,8 +1,8 @@
 """Traces: what ran where and when, as Chrome Trace Event JSON that opens in ui.perfetto.dev.
 
 Made by whoever wants a trace and handed to `compare`, which calls `begin` and `end` around each run. One file holds
-several runs, each a process of its own; within it there is one track per queue of each executor, one per link and direction, and
-whatever else was named in `span`. What must hold:
+several runs, each a process of its own. Within it there is one track per queue of each executor, one per link and
+direction, and whatever else was named in `span`. What must hold:
 
 - On every track the slices are disjoint or nested. Commands of one queue never overlap. A link carries several
   commands at a time, so stretches that overlap move to a further track of the same link (`… #2`).

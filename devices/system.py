@@ -109,7 +109,7 @@ class System(Protocol):
 
 
 class HostSystem:
-    """The real operating system (Linux). `root` stands before /sys and /proc, so a recorded tree can be read instead."""
+    """The real operating system (Linux). `root` stands before /sys and /proc, to read a recorded tree instead."""
 
     def __init__(self, root: str | Path = "/") -> None:
         self._root = Path(root)

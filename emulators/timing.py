@@ -170,7 +170,10 @@ class Flows:
         for flow in together:
             flow.remaining = max(flow.remaining - flow.rate * (now - flow.since), 0)
             flow.since = now
-        fair_rates(list(together), self.capacity)
+        if len(together) > 1:
+            fair_rates(list(together), self.capacity)
+        else:
+            flow.rate = min(flow.route.rate, flow.cap)
         for flow in together:
             finish = now - (-flow.remaining // flow.rate)
             if finish != flow.finish:
@@ -203,7 +206,8 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
         for flow in rising:
             if flow.cap < level * flow.route.weight:
                 level = flow.cap // flow.route.weight
-        stay, rise = [], []
+        stay: list[Flow] = []
+        rise: list[Flow] = []
         for flow in rising:
             full = flow.cap // flow.route.weight <= level
             for resource, _ in flow.route.demands:

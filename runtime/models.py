@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ WEIGHTS = "model.safetensors"
 RECORD = "tierloop.json"
 CONVERSION = 1  # part of the folder's name: count it up when the conversion changes what it writes
 LOCK_SECONDS = 300
+library_settings = threading.RLock()  # they are global: two loads at once would restore each other's
 
 
 class ModelError(ValueError):
@@ -83,8 +85,8 @@ class Model:
 
 def load_model(source: str | Path = "smollm2-135m", cache: Path | None = None) -> Model:
     """Load the model that `source` names; `cache` is the folder that holds conversions (default `default_cache()`)."""
-    if str(source) in distribution_of_name:
-        return _load_converted(str(source), _packaged_file(str(source)), cache or default_cache())
+    if isinstance(source, str) and source in distribution_of_name:
+        return _load_converted(source, _packaged_file(source), cache or default_cache())
     path = Path(source).expanduser()
     if path.is_dir():
         weights = _checked_folder(path)
@@ -140,7 +142,10 @@ def _check_is_gguf(path: Path) -> None:
 
 def _checked_folder(folder: Path) -> list[Path]:
     """The weight files of a folder that may be loaded; whatever must not be, or cannot be, is refused here."""
-    names = {path.name for path in folder.iterdir()}
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read: {error.strerror}") from error
     index = f"{WEIGHTS}.index.json"
     if WEIGHTS not in names and index not in names:
         if any(Path(name).suffix in pickle_suffixes for name in names):
@@ -257,17 +262,18 @@ def _quiet_and_offline() -> Iterator[None]:
     from huggingface_hub import constants
     from transformers.utils import logging as library
 
-    verbosity, bars, offline = library.get_verbosity(), library.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
-    library.set_verbosity(logging.CRITICAL)
-    library.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-        if bars:
-            library.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above
-        library.set_verbosity(verbosity)
+    with library_settings:
+        verbosity, bars, offline = library.get_verbosity(), library.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
+        library.set_verbosity(logging.CRITICAL)
+        library.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        constants.HF_HUB_OFFLINE = True
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = offline
+            if bars:
+                library.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+            library.set_verbosity(verbosity)
 
 
 def _fingerprint(weights: list[Path]) -> str:

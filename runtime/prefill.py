@@ -94,7 +94,7 @@ def generate_dense(
         for hook in hooks:
             hook.remove()
     generated = tuple(run.sequences[0, len(token_ids) :].tolist())
-    layers = run.past_key_values.layers
+    layers = (run["cache"] if "cache" in run else run["past_key_values"]).layers
     keep = slice(0, len(token_ids))
     prefill = Prefill(
         tuple(token_ids),

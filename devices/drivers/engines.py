@@ -20,8 +20,8 @@ import ctypes
 import errno
 import mmap
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from tierloop.devices.drivers.deadlines import Stuck, within
@@ -47,6 +47,15 @@ class Counts:
     retried: int = 0
     resumed: int = 0
     timeouts: int = 0
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    """The sum of several engines' counts."""
+    made = Counts()
+    for each in counts:
+        for one in fields(Counts):
+            setattr(made, one.name, getattr(made, one.name) + getattr(each, one.name))
+    return made
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,9 @@ class PosixEngine:
                 tries += 1
                 counts.retried += 1
                 if tries > target.retries:
-                    raise from_os(target.device, op, error, f"refused {tries} times at offset {offset + done}") from None
+                    raise from_os(
+                        target.device, op, error, f"refused {tries} times at offset {offset + done}"
+                    ) from None
                 back_off(target, tries)
                 continue
             except OSError as error:
@@ -212,4 +223,3 @@ def room(target: Target, nbytes: int) -> mmap.mmap:
         return target.system.mmap(-1, nbytes)
     except OSError as error:
         raise from_os(target.device, "bounce", error, f"{nbytes} bytes of aligned host memory") from error
-

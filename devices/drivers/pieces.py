@@ -90,6 +90,4 @@ def meeting(a: SpanArray, b: SpanArray) -> bool:
     """Whether a byte lies in both span lists (coarse: compares the ranges that hold them)."""
     if not len(a) or not len(b):
         return False
-    return bool(
-        a[:, 0].min() < (b[:, 0] + b[:, 1]).max() and b[:, 0].min() < (a[:, 0] + a[:, 1]).max()
-    )
+    return bool(a[:, 0].min() < (b[:, 0] + b[:, 1]).max() and b[:, 0].min() < (a[:, 0] + a[:, 1]).max())

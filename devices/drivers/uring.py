@@ -37,7 +37,7 @@ from tierloop.devices.drivers.engines import (
     unsynced,
 )
 from tierloop.devices.drivers.pieces import Pieces
-from tierloop.devices.errors import DeviceError, ProtocolError, Timeout
+from tierloop.devices.errors import DeviceError, NoPermission, ProtocolError, Timeout, Unsupported
 from tierloop.devices.system import SYS_IO_URING_ENTER, SYS_IO_URING_SETUP, System, address_of, from_os
 
 SUBMISSION = np.dtype(
@@ -72,7 +72,7 @@ class Ring:
     """The two rings of one io_uring instance; used by the thread that made it only."""
 
     def __init__(self, system: System, entries: int) -> None:
-        """Raises OSError: ENOSYS (no io_uring), EPERM (disabled), ENOMEM (locked memory), EOPNOTSUPP (kernel too old)."""
+        """Raises OSError: ENOSYS (no io_uring), EPERM (disabled), ENOMEM (locked memory), EOPNOTSUPP (too old)."""
         self._system = system
         self._fd, params = _setup(system, entries)
         maps: list[mmap.mmap] = []
@@ -133,9 +133,7 @@ class Ring:
         self._timeout[3], self._timeout[4] = int(timeout_s), int(timeout_s % 1 * 1e9)
         ready = (int(self._sq_tail[0]) - int(self._sq_head[0])) & 0xFFFFFFFF
         flags = GETEVENTS | EXT_ARG
-        self._system.syscall(
-            SYS_IO_URING_ENTER, self._fd, ready, wait_for, flags, int(self._timeout[2]) - 24, 24
-        )
+        self._system.syscall(SYS_IO_URING_ENTER, self._fd, ready, wait_for, flags, int(self._timeout[2]) - 24, 24)
 
     def reap(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         """Take all completions that are there: (user_data, results), both of length n."""
@@ -195,7 +193,7 @@ class UringEngine:
     """Keeps up to `depth` transfers in flight; every slot carries one piece until all of it is moved."""
 
     def __init__(self, target: Target, depth: int) -> None:
-        """Raises OSError if there is no ring, or if reading the medium's first block through it does not work."""
+        """Raises OSError if there is no ring or it cannot read, DeviceError or Stuck if the medium fails a read."""
         self.counts = Counts()
         self._target = target
         self._ring = Ring(target.system, depth)
@@ -206,7 +204,7 @@ class UringEngine:
         self._flying: set[int] = set()
         try:
             self._self_test()
-        except OSError:
+        except (OSError, DeviceError):
             self._ring.close()
             raise
 
@@ -275,8 +273,8 @@ class UringEngine:
         piece = np.array([[0, address_of(self._block), self._target.grid]], dtype=np.int64)
         try:
             self.transfer(piece, write=False)
-        except DeviceError as error:
-            raise OSError(error.errno or errno.EIO, f"a first read failed: {error.detail}") from error
+        except (ProtocolError, Unsupported, NoPermission) as error:
+            raise OSError(error.errno or errno.EOPNOTSUPP, f"a first read failed: {error.detail}") from error
         self.counts = Counts()
 
     def _fill(self, ids: NDArray[np.int64], pieces: Pieces, bounced: bool, write: bool) -> None:
@@ -349,12 +347,12 @@ class UringEngine:
             self.counts.retried += 1
             back_off(self._target, tries)
 
-    def _reap(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def _reap(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         user_data, results = self._ring.reap()
         ours = user_data < CANCELLATION
         ids = user_data[ours].astype(np.int64)
         self._flying.difference_update(ids.tolist())
-        return ids, results[ours]
+        return ids, results[ours].astype(np.int64)
 
     def _give_up(self, op: str, number: int) -> NoReturn:
         """Nothing came back: take the transfers out of the kernel's hands, then raise; Stuck if it does not let go."""
@@ -380,3 +378,30 @@ class UringEngine:
             detail = f"none of {count} transfers came back within {target.deadline_s:g} s"
             raise Timeout(target.device, op, detail, number or errno.ETIME)
         raise from_os(target.device, op, OSError(number, ""), f"io_uring_enter with {count} transfers")
+
+
+def refusal(system: System, error: OSError) -> str:
+    """Why there is no ring, in words that say what would change it."""
+    name = errno.errorcode.get(error.errno or 0, str(error.errno))
+    if error.errno == errno.ENOSYS:
+        advice = "this kernel or container has no io_uring"
+    elif error.errno in (errno.EPERM, errno.EACCES):
+        disabled = _read(system, "/proc/sys/kernel/io_uring_disabled")
+        if disabled in ("1", "2"):
+            advice = f"kernel.io_uring_disabled is {disabled}; `sysctl kernel.io_uring_disabled=0` allows it"
+        else:
+            advice = "a security policy forbids it (often the seccomp filter of a container)"
+    elif error.errno == errno.ENOMEM:
+        lines = (_read(system, "/proc/self/limits") or "").splitlines()
+        limit = next((line.split()[3] for line in lines if line.startswith("Max locked memory")), "unknown")
+        advice = f"no memory for the rings; the limit on locked memory is {limit} bytes (`ulimit -l`)"
+    else:
+        advice = str(error)
+    return f"io_uring is refused ({name}): {advice}"
+
+
+def _read(system: System, path: str) -> str | None:
+    try:
+        return system.read_text(path)
+    except OSError:
+        return None

@@ -26,7 +26,9 @@ INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
 """Codes of the stored types."""
+CODES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
 ITEM = (4, 2, 2)
+"""Bytes of an element, by code."""
 
 
 def int64(n: int) -> Any:

@@ -1,0 +1,106 @@
+"""The crew of a device: one worker per queue, all with the same kind of engine, io_uring where there is any.
+
+The kind is settled for all queues when the device is opened, so that what `info.notes` says of it holds for every
+command. A refusal is kept in words; with io = auto it leads to pread and pwrite, otherwise to an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+
+from tierloop.devices.clocks import Clock
+from tierloop.devices.completion import Completion
+from tierloop.devices.drivers.deadlines import Stuck
+from tierloop.devices.drivers.engines import Counts, Engine, PosixEngine, Target, total
+from tierloop.devices.drivers.uring import UringEngine, refusal
+from tierloop.devices.drivers.worker import Outcome, Worker
+from tierloop.devices.errors import DeviceError, NoPermission, Timeout, Unsupported
+from tierloop.devices.regions import Segment
+
+_GRACE_S = 2.0
+"""How much longer than the deadline of one wait leaving may take: a cancellation is waited for 1 s."""
+
+
+class Crew:
+    """Workers by queue; `io` says which engine they have, `why` what was refused on the way."""
+
+    def __init__(
+        self,
+        target: Target,
+        io: str,
+        depth: int,
+        queues: int,
+        place: Callable[[Segment], int | None],
+        clock: Clock,
+        report: Callable[[Outcome], None],
+    ) -> None:
+        """`io` is auto, io_uring or posix. Raises Unsupported or NoPermission where a demanded io_uring is refused."""
+        self.why: list[str] = []
+        self._target = target
+        self._lock = threading.Lock()
+        self._workers: list[Worker] = []
+        self._present = 0
+        self._stuck = False
+        self._nobody = threading.Event()
+        ways: dict[str, Callable[[], Engine]] = {
+            "io_uring": lambda: UringEngine(target, depth),
+            "posix": lambda: PosixEngine(target),
+        }
+        for way in ("io_uring", "posix") if io == "auto" else (io,):
+            self.io = way
+            try:
+                for _ in range(queues):
+                    self._hire(Worker(target, ways[way], place, clock, report, self._left))
+                return
+            except DeviceError:
+                self._dismiss()
+                raise
+            except OSError as error:
+                self._dismiss()
+                self.why.append(refusal(target.system, error))
+                if io != "auto":
+                    kind = NoPermission if error.errno in (errno.EPERM, errno.EACCES) else Unsupported
+                    raise kind(target.device, "open", self.why[0], error.errno) from error
+            except Stuck as stuck:
+                self._dismiss()
+                raise Timeout(target.device, "open", str(stuck), errno.ETIMEDOUT) from stuck
+
+    def hand(self, completion: Completion) -> None:
+        """Hand a command to the worker of its queue."""
+        self._workers[completion.queue].hand(completion)
+
+    def counts(self) -> Counts:
+        """What all engines have done."""
+        return total(w.engine.counts for w in self._workers if w.engine is not None)
+
+    def leave(self) -> bool:
+        """Cut running commands short and end all threads; False if transfers are still out after the deadline."""
+        self._target.stop.set()
+        for worker in self._workers:
+            worker.leave()
+        gone = self._nobody.wait(self._target.deadline_s + _GRACE_S)
+        return gone and not self._stuck
+
+    def _hire(self, worker: Worker) -> None:
+        worker.start()
+        self._workers.append(worker)
+        self._present += 1
+
+    def _dismiss(self) -> None:
+        """Send the idle workers of an attempt that failed away, so that the next can start."""
+        for worker in self._workers:
+            worker.leave()
+        if self._workers:
+            self._nobody.wait(self._target.deadline_s)
+        self._workers.clear()
+        self._nobody.clear()
+
+    def _left(self, stuck: bool) -> None:
+        """Called by each worker as its last deed."""
+        with self._lock:
+            self._present -= 1
+            self._stuck = self._stuck or stuck
+            if not self._present:
+                self._nobody.set()

@@ -1,0 +1,335 @@
+"""The nvme driver: a file or a block device as a persistent block memory, through io_uring and O_DIRECT.
+
+One memory, on a grid that was probed, and one executor of kind `dma` that reaches it and, for copies, those memories
+whose regions the host has mapped (option `reaches`). Every queue has a thread of its own with its own ring.
+
+What must hold beyond the device contract:
+
+- Nothing is better than it says. How bytes travel stands in `info.notes`: `io` (io_uring or posix), `direct` (true or
+  false), `why` (each wish that was not granted, with the reason), and `cache` where the page cache may serve reads.
+- `alloc` gives zeroed bytes whose space is reserved, so a full disk is an OutOfMemory of `alloc`, not of a write.
+- When a `Flush` has completed, everything that had completed before it is durable.
+- `media_nbytes` is what was asked of the medium and moved, repeated parts of resumed transfers included.
+- No wait is longer than `deadline_s` without progress. If the kernel does not even give transfers back after that, the
+  device is `Gone`, and their memory is kept for as long as the process lives.
+- The medium has one owner; what `close` leaves behind is durable only as far as it was flushed.
+
+Options: `path`; `capacity` in bytes (default: all); `create` makes or grows a sparse file; `io` = auto, io_uring or
+posix; `direct`; `depth` transfers in flight per queue; `queues`; `reaches`, names of host-mapped memories;
+`deadline_s`; `retries` of EAGAIN and EINTR per transfer; `latency_ns`, `read_bytes_per_s`, `write_bytes_per_s` for
+estimates until something was measured. The first `capacity` bytes of an existing file belong to the device: allocating
+overwrites them. `probe` says what could be done with a path, without changing anything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from tierloop.devices.commands import Command, Copy, Flush, read_segments, verb, write_segments
+from tierloop.devices.completion import Completion
+from tierloop.devices.device import Estimate, check, check_alignment
+from tierloop.devices.drivers.crew import Crew
+from tierloop.devices.drivers.engines import Counts
+from tierloop.devices.drivers.estimates import Costs
+from tierloop.devices.drivers.extents import Extents
+from tierloop.devices.drivers.medium import PAGE, Medium, open_medium
+from tierloop.devices.drivers.nvme_options import Options
+from tierloop.devices.drivers.nvme_probe import Reason, probe
+from tierloop.devices.drivers.worker import Outcome
+from tierloop.devices.errors import (
+    Busy,
+    ConfigurationError,
+    DeviceError,
+    Gone,
+    OutOfMemory,
+    OutOfRange,
+    Timeout,
+    Unsupported,
+)
+from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.queues import QueueSet
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.site import Site
+from tierloop.devices.system import HOST, System
+
+__all__ = ["NvmeDevice", "Reason", "open_nvme", "probe"]
+
+_COMMANDS_PER_QUEUE = 4096
+
+
+def open_nvme(name: str, site: Site, options: dict[str, Any], system: System = HOST) -> NvmeDevice:
+    """Open a file or block device; `system` is the operating system to reach it through.
+
+    Raises ConfigurationError (options, virtual clock), NotPresent, NoPermission, Unsupported (a directory, a character
+    device; io_uring demanded and not there), Busy (another owner), OutOfMemory, MediaError, Timeout.
+    """
+    checked = Options.of(name, options)
+    if site.clock.virtual:
+        raise ConfigurationError(f"{name} is a real device and cannot run on the virtual clock; use the wall clock")
+    with ExitStack() as undo:
+        medium = open_medium(name, checked.wish(), system, undo)
+        device = NvmeDevice(name, site, checked, medium)
+        undo.pop_all()
+        return device
+
+
+@dataclass(slots=True)
+class _Placed:
+    region: Region
+    offset: int
+    in_use: int = 0
+
+
+class NvmeDevice:
+    """An opened medium as a device; made by `open_nvme`."""
+
+    def __init__(self, name: str, site: Site, options: Options, medium: Medium) -> None:
+        self._name = name
+        self._clock = site.clock
+        self._medium = medium
+        self._extents = Extents(medium.capacity, max(PAGE, medium.target.grid))
+        self._costs = Costs(options.declared())
+        self._placed: dict[int, _Placed] = {}
+        self._next_id = 0
+        self._outcomes: deque[Outcome] = deque()
+        self._gone = ""
+        self._closing = False
+        self._crew = Crew(
+            medium.target, options.io, options.depth, options.queues, self._place, self._clock, self._report
+        )
+        self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
+        self._queues = QueueSet(name, options.queues, _COMMANDS_PER_QUEUE, site, self._start)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What the device is and can do."""
+        return self._info
+
+    @property
+    def counts(self) -> Counts:
+        """What the engines of all queues have done so far: transfers, bytes, retries, bounced bytes."""
+        return self._crew.counts()
+
+    def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
+        """Allocate zeroed bytes with their space reserved: first fit, rounded up to whole pages.
+
+        Raises OutOfMemory (the capacity or the disk is spent), OutOfRange, Unsupported (phantom), MediaError, Gone.
+        """
+        self._alive("alloc")
+        if phantom:
+            raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
+        if memory not in (None, self._name):
+            raise OutOfRange(self._name, "alloc", f"there is no memory {memory!r} here, only {self._name!r}")
+        if nbytes <= 0:
+            raise OutOfRange(self._name, "alloc", f"{nbytes} bytes; at least 1")
+        offset = self._extents.take(nbytes)
+        if offset is None:
+            raise OutOfMemory(
+                self._name,
+                "alloc",
+                f"{nbytes} bytes of {self._extents.capacity}: {self._extents.free_nbytes} are free, "
+                f"the largest piece has {self._extents.largest_hole}",
+            )
+        try:
+            self._medium.zero(offset, self._extents.rounded(nbytes))
+        except Timeout:
+            raise  # the system call is still out: the extent stays taken, or it might zero its next owner's bytes
+        except DeviceError:
+            self._medium.give_up_space(offset, self._extents.rounded(nbytes))
+            self._extents.give(offset, nbytes)
+            raise
+        return self._region(offset, nbytes)
+
+    def adopt(self, offset: int, nbytes: int) -> Region:
+        """The region that an earlier owner of the medium had at `offset`, with its bytes as they are on the medium.
+
+        For memories that outlive a process: nothing is zeroed. Raises OutOfRange, Busy (taken already), Gone.
+        """
+        self._alive("adopt")
+        if nbytes <= 0 or offset < 0 or offset % self._extents.grid or offset + nbytes > self._extents.capacity:
+            raise OutOfRange(
+                self._name,
+                "adopt",
+                f"[{offset}, {offset + nbytes}) of {self._extents.capacity} bytes; it starts on a multiple of "
+                f"{self._extents.grid}",
+            )
+        if not self._extents.take_at(offset, nbytes):
+            raise Busy(self._name, "adopt", f"[{offset}, {offset + nbytes}) belongs to another region")
+        return self._region(offset, nbytes)
+
+    def offset_of(self, region: Region) -> int:
+        """Where a region lies on the medium, in bytes: what `adopt` takes. Raises OutOfRange."""
+        return self._own(region, "offset_of").offset
+
+    def free(self, region: Region) -> None:
+        """Give a region's bytes back, to the file system as well. Raises OutOfRange, Busy, Gone, MediaError."""
+        self._alive("free")
+        placed = self._own(region, "free")
+        if placed.in_use:
+            raise Busy(self._name, "free", f"{region} is used by {placed.in_use} commands that have not ended")
+        del self._placed[region.id]
+        region.freed = True
+        try:
+            self._medium.release(placed.offset, self._extents.rounded(region.nbytes))
+        except Timeout:
+            raise  # as in alloc: the hole may yet be punched
+        except DeviceError:
+            self._extents.give(placed.offset, region.nbytes)
+            raise
+        self._extents.give(placed.offset, region.nbytes)
+
+    def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
+        """Queue a command. Raises OutOfRange, Misaligned, Unsupported, Busy or Gone."""
+        op = verb(command)
+        self._alive(op)
+        traffic = check(self._info, command, queue)
+        check_alignment(self._info, command, self._name, self._medium.target.grid)
+        segments = self._check_ends(command, op)
+        completion = self._queues.submit(command, queue, after, traffic)
+        for placed in segments:
+            placed.in_use += 1
+        completion.on_done(lambda _: self._unuse(segments))
+        return completion
+
+    def estimate(self, command: Command, queue: int = 0) -> Estimate:
+        """What the command would cost: measured where its kind was seen before, declared or assumed otherwise."""
+        op = verb(command)
+        check(self._info, command, queue)
+        return self._costs.estimate(_kind(command, self._name), 0 if op == "flush" else _nbytes(command))
+
+    def poll(self) -> None:
+        """Settle what the workers have reported."""
+        while self._outcomes:
+            completion, error, media_nbytes, duration_ns, stuck = self._outcomes.popleft()
+            if stuck or isinstance(error, Gone):
+                self._gone = self._gone or str(error)
+            if completion.done:
+                continue
+            completion.media_nbytes = media_nbytes
+            if error is None:
+                command = completion.command
+                nbytes = 0 if isinstance(command, Flush) else _nbytes(command)
+                self._costs.observe(_kind(command, self._name), nbytes, duration_ns)
+            self._queues.finish(completion, error)
+
+    def close(self) -> None:
+        """Cut running commands short and release the medium; raises the first error that nobody looked at.
+
+        Waits for transfers in flight, `deadline_s` and a little at most; if they are still out then, the medium stays
+        open and locked, because the kernel may still write to it.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        released = self._crew.leave()
+        self.poll()
+        try:
+            self._queues.close()
+        finally:
+            if released:
+                self._medium.close()
+
+    def _start(self, completion: Completion) -> None:
+        if self._gone:
+            error = Gone(self._name, verb(completion.command), self._gone)
+            self._report(Outcome(completion, error, 0, 0))
+        elif not self._closing:
+            self._crew.hand(completion)
+
+    def _report(self, outcome: Outcome) -> None:
+        """Called by workers: queue the outcome and have the clock's thread settle it."""
+        self._outcomes.append(outcome)
+        self._clock.post(self.poll)
+
+    def _unuse(self, segments: list[_Placed]) -> None:
+        for placed in segments:
+            placed.in_use -= 1
+
+    def _alive(self, op: str) -> None:
+        if self._closing:
+            raise Gone(self._name, op, "the device is closed")
+        if self._gone:
+            raise Gone(self._name, op, self._gone)
+
+    def _region(self, offset: int, nbytes: int) -> Region:
+        region = Region(self._name, self._name, self._next_id, nbytes)
+        self._next_id += 1
+        self._placed[region.id] = _Placed(region, offset)
+        return region
+
+    def _own(self, region: Region, op: str) -> _Placed:
+        placed = self._placed.get(region.id)
+        if placed is None or placed.region is not region:
+            raise OutOfRange(self._name, op, f"{region} is not a region of this device, or is freed")
+        return placed
+
+    def _place(self, segment: Segment) -> int | None:
+        """Where the segment's region starts on the medium; None for a region of another device. For workers."""
+        placed = self._placed.get(segment.region.id)
+        return placed.offset if placed is not None and placed.region is segment.region else None
+
+    def _check_ends(self, command: Command, op: str) -> list[_Placed]:
+        """The command's own regions; what `check` cannot know about the others. Raises OutOfRange or Unsupported."""
+        ends = (command.target,) if isinstance(command, Flush) else read_segments(command) + write_segments(command)
+        own: list[_Placed] = []
+        for region, spans in ends:
+            if region.memory == self._name:
+                own.append(self._own(region, op))
+                if spans.end > region.nbytes:
+                    raise OutOfRange(self._name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
+            elif not isinstance(command, Copy):
+                raise Unsupported(self._name, op, f"{region} is on another memory; only a copy may name one")
+            elif region.view is None or region.view.nbytes < region.nbytes or not region.view.flags.c_contiguous:
+                raise Unsupported(self._name, op, f"{region} is not mapped by the host")
+            elif region is command.target.region and not region.view.flags.writeable:
+                raise OutOfRange(self._name, op, f"{region} is read-only")
+        if not own:
+            raise Unsupported(self._name, op, f"neither side is on {self._name}")
+        return own
+
+
+def _nbytes(command: Command) -> int:
+    return sum(spans.nbytes for _, spans in read_segments(command) or write_segments(command))
+
+
+def _kind(command: Command, memory: str) -> str:
+    """Which direction of the medium a command is about: read, write, copy (both) or flush."""
+    if not isinstance(command, Copy):
+        return verb(command)
+    into, out = command.target.region.memory == memory, command.source.region.memory == memory
+    return "copy" if into and out else "write" if into else "read"
+
+
+def _describe(name: str, options: Options, medium: Medium, crew: Crew, capacity: int) -> DeviceInfo:
+    notes = {
+        "path": medium.path,
+        "io": crew.io,
+        "direct": "true" if medium.direct else "false",
+        "why": "; ".join(medium.why + crew.why) or "everything that was asked for was granted",
+    }
+    if not medium.direct:
+        notes["cache"] = "buffered: reads may be served by the page cache"
+    own = Path(name, options.latency_ns, options.read_bytes_per_s, options.write_bytes_per_s, mlp=options.depth)
+    executor = ExecutorInfo(
+        name=f"{name}/dma",
+        kind="dma",
+        queues=tuple(range(options.queues)),
+        verbs=frozenset({"read", "write", "copy", "flush"}),
+        paths=(own, *(Path(memory, 0, 0, 0) for memory in options.reaches)),
+        depth=_COMMANDS_PER_QUEUE,
+    )
+    memory = MemoryInfo(name, capacity, medium.target.grid, byte_addressable=False, persistent=True)
+    return DeviceInfo(
+        name=name,
+        kind="nvme",
+        provenance="real",
+        memories=(memory,),
+        executors=(executor,),
+        numa_node=medium.numa_node,
+        bus_address=medium.bus_address,
+        notes=notes,
+    )

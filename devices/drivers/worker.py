@@ -1,0 +1,209 @@
+"""Workers: the thread behind each queue, and how a command becomes transfers of its engine.
+
+A worker carries out one command at a time, in the order in which they are handed over, and never touches a completion:
+what became of a command is reported as an `Outcome`, and the device settles it on the clock's thread. The worker makes
+its engine in its own thread, because an io_uring belongs to the thread that set it up.
+
+Three ways lead to the engine. Reads and writes join a run of host memory with spans of the medium. A copy to or from
+host-mapped memory does the same with spans on both sides, as long as every piece keeps to the medium's grid. Otherwise
+(spans of the host that end inside a block, or a copy within the medium) the bytes pass through a window of host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tierloop.devices.clocks import Clock
+from tierloop.devices.commands import Command, Copy, Flush, Read, Write, verb
+from tierloop.devices.completion import Completion
+from tierloop.devices.drivers.deadlines import Stuck
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room
+from tierloop.devices.drivers.pieces import (
+    Pieces,
+    contiguous,
+    joined,
+    meeting,
+    on_grid,
+    overlapping,
+    paired,
+    split,
+)
+from tierloop.devices.errors import DeviceError, ProtocolError, Timeout
+from tierloop.devices.regions import Segment
+from tierloop.devices.system import address_of
+
+WINDOW = 16 * LARGEST_TRANSFER
+"""Host memory that a copy through a window takes at most, unless its two sides overlap."""
+
+
+class Outcome(NamedTuple):
+    """What became of a command; `stuck` says that transfers are still out and the device must be given up."""
+
+    completion: Completion
+    error: DeviceError | None
+    media_nbytes: int
+    duration_ns: int
+    stuck: bool = False
+
+
+class Worker:
+    """One thread with one engine. `place(segment)`: where its region starts on the medium, None if not on it."""
+
+    def __init__(
+        self,
+        target: Target,
+        make_engine: Callable[[], Engine],
+        place: Callable[[Segment], int | None],
+        clock: Clock,
+        report: Callable[[Outcome], None],
+        left: Callable[[bool], None],
+    ) -> None:
+        self.engine: Engine | None = None
+        self._target = target
+        self._make_engine = make_engine
+        self._place = place
+        self._clock = clock
+        self._report = report
+        self._left = left
+        self._inbox: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
+        self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._live, name=f"tierloop-{target.device}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and wait for its engine. Raises what making the engine raised."""
+        self._thread.start()
+        error = self._opened.get()
+        if error is not None:
+            raise error
+
+    def hand(self, completion: Completion) -> None:
+        """Hand a command over."""
+        self._inbox.put(completion)
+
+    def leave(self) -> None:
+        """End the thread after what was handed over before; set the target's `stop` to cut that short."""
+        self._inbox.put(None)
+
+    def _live(self) -> None:
+        try:
+            engine = self._make_engine()
+        except BaseException as error:
+            self._opened.put(error)
+            return
+        self.engine = engine
+        self._opened.put(None)
+        while (completion := self._inbox.get()) is not None:
+            outcome = self._carry_out(engine, completion)
+            if outcome.stuck:
+                _ABANDONED.append((engine, completion))
+                self._report(outcome)
+                self._left(True)
+                return
+            self._report(outcome)
+            del completion, outcome
+        try:
+            engine.close()
+        finally:
+            self._left(False)
+
+    def _carry_out(self, engine: Engine, completion: Completion) -> Outcome:
+        command, started = completion.command, self._clock.now()
+        before = engine.counts.read_nbytes + engine.counts.written_nbytes
+        error: DeviceError | None = None
+        stuck = False
+        try:
+            self._move(engine, command)
+        except DeviceError as failed:
+            error = failed
+        except Stuck as failed:
+            stuck = True
+            detail = f"{failed}; the device is given up, because the kernel may still move those bytes"
+            error = Timeout(self._target.device, verb(command), detail)
+        except Exception as failed:
+            error = ProtocolError(self._target.device, verb(command), f"the driver failed: {failed!r}")
+            error.__cause__ = failed
+        moved = engine.counts.read_nbytes + engine.counts.written_nbytes - before
+        return Outcome(completion, error, moved, self._clock.now() - started, stuck)
+
+    def _move(self, engine: Engine, command: Command) -> None:
+        if isinstance(command, Flush):
+            engine.sync()
+        elif isinstance(command, Read):
+            self._transfer(engine, command.source, _address(command.into), write=False)
+        elif isinstance(command, Write):
+            self._transfer(engine, command.target, _address(command.data), write=True)
+        elif isinstance(command, Copy):
+            self._copy(engine, command)
+
+    def _transfer(self, engine: Engine, segment: Segment, address: int, write: bool) -> None:
+        base = self._place(segment)
+        assert base is not None, "checked by submit"
+        spans = segment.spans.array
+        pieces = split(joined(contiguous(spans, base, address)), LARGEST_TRANSFER)
+        engine.transfer(pieces, write, ordered=write and overlapping(spans))
+
+    def _copy(self, engine: Engine, command: Copy) -> None:
+        source, target = self._side(command.source), self._side(command.target)
+        if source.medium != target.medium:
+            own, host = (source, target) if source.medium else (target, source)
+            pieces = joined(paired(own.segment.spans.array, own.base, host.segment.spans.array, host.base))
+            if on_grid(pieces, self._target.grid):
+                ordered = overlapping(command.target.spans.array)
+                engine.transfer(split(pieces, LARGEST_TRANSFER), write=target.medium, ordered=ordered)
+                return
+        self._through_windows(engine, source, target)
+
+    def _side(self, segment: Segment) -> _Side:
+        base = self._place(segment)
+        if base is not None:
+            return _Side(segment, base, True)
+        assert segment.region.view is not None, "checked by submit"
+        return _Side(segment, _address(segment.region.view), False)
+
+    def _through_windows(self, engine: Engine, source: _Side, target: _Side) -> None:
+        total = source.segment.spans.nbytes
+        if not total:
+            return
+        same = source.segment.region is target.segment.region
+        whole = same and meeting(source.segment.spans.array, target.segment.spans.array)
+        nbytes = total if whole else min(total, WINDOW)
+        window = room(self._target, nbytes)
+        address = address_of(window)
+        starts = np.arange(0, total, nbytes, dtype=np.int64)
+        cuts = np.stack((starts, np.minimum(total - starts, nbytes)), axis=1)
+        sides = [(side, paired(side.segment.spans.array, side.base, cuts, 0)) for side in (source, target)]
+        for start in starts.tolist():
+            for (side, pieces), into_window in zip(sides, (True, False), strict=True):
+                low, high = np.searchsorted(pieces[:, 1], (start, start + nbytes))
+                mine = pieces[low:high].copy()
+                mine[:, 1] += address - start
+                if side.medium:
+                    ordered = not into_window and overlapping(side.segment.spans.array)
+                    engine.transfer(split(joined(mine), LARGEST_TRANSFER), not into_window, ordered)
+                else:
+                    _move_within_host(mine, into_window)
+
+
+class _Side(NamedTuple):
+    segment: Segment
+    base: int
+    medium: bool
+
+
+_ABANDONED: list[tuple[Engine, Completion]] = []
+"""What a stuck transfer may still touch: kept until the process ends."""
+
+
+def _move_within_host(pieces: Pieces, into_window: bool) -> None:
+    for host, window, nbytes in pieces.tolist():
+        ctypes.memmove(*((window, host) if into_window else (host, window)), nbytes)
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,77 @@
+"""States of roots: plan, share out, work, and merge what was cut, for `attend` and `combine`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from tierloop.devices.kernels.compiled import INT64, TABLE, address_of, kernel, move_bytes
+from tierloop.devices.kernels.contract import ITEMSIZE, Attend, Combine
+from tierloop.devices.kernels.lanes import CODES
+from tierloop.devices.kernels.merging import MERGE, fold
+from tierloop.devices.kernels.plan import ROOT, SLOT, SPLIT, Rows
+from tierloop.devices.kernels.pool import share
+from tierloop.devices.kernels.products import DOTS
+from tierloop.devices.kernels.softmax import SOFTMAX, WEIGH
+from tierloop.devices.kernels.splits import work_on_pieces
+
+_LITTLE = 1 << 18
+"""Bytes of V below which waking another thread costs more than it gains (about 20 µs)."""
+_ANY = np.zeros((1, 1), dtype=np.int64)
+
+
+def states_of_roots(
+    args: Attend | Combine,
+    rows: Rows,
+    values: tuple[int, NDArray[np.int64]],
+    states: int,
+    threads: int,
+    *,
+    keys: tuple[int, NDArray[np.int64]] | None = None,
+    queries: int = 0,
+    logits: int = 0,
+    q_positions: NDArray[np.int64] = _ANY,
+    num_kv_heads: int = 1,
+    head_dim: int = 1,
+    scale: float = 1.0,
+) -> None:
+    """Put the states of `args.roots` at address `states`; operands as in splits.work_on_pieces. Raises ValueError."""
+    if rows.total * args.head_dim_v * ITEMSIZE[args.dtype] * args.q_len < _LITTLE:
+        threads = 1
+    pieces = rows.pieces(args.roots, args.split_tokens, threads)
+    state_nbytes = args.q_len * args.group * (args.head_dim_v + 2) * 4
+    num_partials = max(0, -int(pieces[:, SLOT].min(initial=0)))
+    partials = np.empty(num_partials * state_nbytes, dtype=np.uint8)
+    partials_at = address_of(partials)
+    counter = np.zeros(8, dtype=np.uint8)
+    counter_at = address_of(counter)
+    key_base, key_spans = keys or values
+
+    def work() -> None:
+        work_on_pieces(
+            counter_at, pieces, rows.runs, rows.first_row, key_base, key_spans, *values, queries, logits, q_positions,
+            CODES[args.dtype], num_kv_heads, args.group, args.q_len, head_dim, args.head_dim_v, args.split_tokens,
+            scale, DOTS, WEIGH, SOFTMAX, MERGE, states, partials_at,
+        )  # fmt: skip
+
+    share(threads, work)
+    if num_partials:
+        _merge_partials(MERGE, pieces, partials_at, states, args.q_len * args.group, args.head_dim_v)
+
+
+@kernel(types.void, INT64, TABLE, INT64, INT64, INT64, INT64)
+def _merge_partials(merge: int, pieces: NDArray[np.int64], partials: int, states: int, rows: int, dim: int) -> None:
+    """Merge the partial results of each root that was cut, and put them into its place."""
+    nbytes = rows * (dim + 2) * 4
+    splits = pieces[:, SPLIT].copy()
+    addresses = partials - (1 + pieces[:, SLOT]) * nbytes
+    first = 0
+    while first < pieces.shape[0]:
+        last = first + 1
+        while last < pieces.shape[0] and pieces[last, ROOT] == pieces[first, ROOT]:
+            last += 1
+        if pieces[first, SLOT] < 0:
+            result = fold(merge, addresses, splits, first, last, rows, dim)
+            move_bytes(states + pieces[first, ROOT] * nbytes, result, nbytes)
+        first = last

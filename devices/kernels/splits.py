@@ -1,0 +1,342 @@
+"""From rows to states: the walk over the splits of a piece of work, which `attend` and `combine` share.
+
+Per split: the addresses of its rows, their logits (computed from queries and keys, or read), then weights, sums and
+weighted values per query row, then the merge into the stack of the tree. Nothing in here depends on how the rows are
+divided into runs, on threads, or on which roots were asked for.
+
+A query row is one of the q_len · group queries of a KV head. A trailing stretch of rows that do not count for it
+(masked, or with logit −∞) is not touched at all, so that anything may lie there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from tierloop.devices.kernels.compiled import FLOAT as REAL
+from tierloop.devices.kernels.compiled import (
+    INT64,
+    INTS,
+    TABLE,
+    kernel,
+    load_float,
+    move_bytes,
+    store_float,
+    take_next,
+)
+from tierloop.devices.kernels.lanes import ITEM, LANES
+from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
+from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT
+from tierloop.devices.kernels.products import TILE, call_dots
+from tierloop.devices.kernels.softmax import call_softmax, call_weigh
+
+Int64 = NDArray[np.int64]
+
+BLOCK = 16
+"""Query rows that one pass over K and V serves."""
+_NEAR = 32
+"""Key rows that all tiles of a block read before they go on: they stay in the nearest cache."""
+
+_MUTABLE = types.Array(types.int64, 1, "C")
+
+
+@kernel(INT64, INT64)
+def tile_size(left: int) -> int:
+    """Query rows of the next tile: 4, or 3 where 4 would leave a single one."""
+    if left >= TILE and left != TILE + 1:
+        return TILE
+    return min(left, TILE - 1)
+
+
+@kernel(INT64, INTS, INT64, INT64)
+def run_of(first_row: Int64, run: int, row: int) -> int:
+    """The run that holds a row, given one at or before it."""
+    while first_row[run + 1] <= row:
+        run += 1
+    return run
+
+
+@kernel(
+    INT64,
+    *(TABLE, INTS, INT64, INT64, INT64, INT64),
+    *(INT64, TABLE, INT64, INT64, TABLE, INT64, _MUTABLE, _MUTABLE, _MUTABLE),
+)
+def _find_rows(
+    runs: Int64,
+    first_row: Int64,
+    run: int,
+    row: int,
+    high: int,
+    split_tokens: int,
+    key_base: int,
+    key_spans: Int64,
+    key_nbytes: int,
+    value_base: int,
+    value_spans: Int64,
+    value_nbytes: int,
+    keys: Int64,
+    values: Int64,
+    positions: Int64,
+) -> int:
+    """Addresses and positions of the rows from `row` on, below `high`, that lie in one split; returns their number."""
+    end = (runs[run, 2] + row - first_row[run]) // split_tokens * split_tokens + split_tokens
+    n = 0
+    while row < high:
+        skipped = row - first_row[run]
+        position = runs[run, 2] + skipped
+        count = min(first_row[run + 1], high) - row
+        if count > 0:
+            count = min(count, end - position)
+            if count <= 0:
+                break
+            key = key_base + key_spans[run, 0] + skipped * key_nbytes
+            value = value_base + value_spans[run, 0] + skipped * value_nbytes
+            for i in range(count):
+                keys[n + i] = key + i * key_nbytes
+                values[n + i] = value + i * value_nbytes
+                positions[n + i] = position + i
+            n += count
+            row += count
+        if row < first_row[run + 1]:
+            break
+        run += 1
+    return n
+
+
+@kernel(types.void, INTS, INT64, INT64, INT64, INT64, INT64, INT64, INT64, REAL, INT64, INT64, INT64, INT64)
+def dots_of_block(
+    dots: Int64,
+    dtype: int,
+    queries: int,
+    query_stride: int,
+    num_queries: int,
+    keys: int,
+    n: int,
+    head_dim: int,
+    scale: float,
+    logits: int,
+    logit_stride: int,
+    ahead: int,
+    ahead_nbytes: int,
+) -> None:
+    """Logits (num_queries, n) of a block of query rows with n key rows: every key is read from memory once."""
+    near = n if num_queries <= TILE else _NEAR
+    start = 0
+    while start < n:
+        count = min(near, n - start)
+        q = 0
+        while q < num_queries:
+            size = tile_size(num_queries - q)
+            call_dots(
+                dots[dtype * TILE + size - 1],
+                queries + q * query_stride,
+                query_stride,
+                keys + 8 * start,
+                count,
+                head_dim,
+                logits + q * logit_stride + 4 * start,
+                logit_stride,
+                scale,
+                ahead + 8 * start,
+                ahead_nbytes if q == 0 else 0,
+            )
+            q += size
+        start += count
+
+
+@kernel(types.void, INT64, INTS, INT64, INT64, INT64, INT64, _MUTABLE, INT64, INT64, INT64, INT64)
+def _states_of_split(
+    softmax: int,
+    weigh: Int64,
+    dtype: int,
+    num_queries: int,
+    logits: int,
+    logit_stride: int,
+    visible: Int64,
+    values: int,
+    head_dim_v: int,
+    state: int,
+    state_stride: int,
+) -> None:
+    """State rows of one split; the first `visible[q]` logits of query row q count, and become weights in place."""
+    for q in range(num_queries):
+        row, place = logits + q * logit_stride, state + q * state_stride
+        while visible[q] and load_float(row + 4 * visible[q] - 4) == -np.inf:
+            visible[q] -= 1
+        if visible[q]:
+            for i in range(head_dim_v):
+                store_float(place + 8 + 4 * i, 0.0)
+            call_softmax(softmax, row, visible[q], place)
+        else:
+            put_identity(place, 1, head_dim_v)
+    q = 0
+    while q < num_queries:
+        size = tile_size(num_queries - q)
+        weights, acc = logits + q * logit_stride, state + q * state_stride + 8
+        together = visible[q]
+        for i in range(q + 1, q + size):
+            together = min(together, visible[i])
+        if together:
+            call_weigh(
+                weigh[dtype * TILE + size - 1], weights, logit_stride, values, together, head_dim_v, acc, state_stride
+            )
+        for i in range(size):
+            alone = visible[q + i] - together
+            if alone:
+                call_weigh(
+                    weigh[dtype * TILE],
+                    weights + i * logit_stride + 4 * together,
+                    logit_stride,
+                    values + 8 * together,
+                    alone,
+                    head_dim_v,
+                    acc + i * state_stride,
+                    state_stride,
+                )
+        q += size
+
+
+@kernel(
+    types.void,
+    *(INT64, TABLE, TABLE, INTS),
+    *(INT64, TABLE, INT64, TABLE, INT64, INT64, TABLE),
+    *(INT64, INT64, INT64, INT64, INT64, INT64, INT64, REAL),
+    *(INTS, INTS, INT64, INT64, INT64, INT64),
+)
+def work_on_pieces(
+    counter: int,
+    pieces: Int64,
+    runs: Int64,
+    first_row: Int64,
+    key_base: int,
+    key_spans: Int64,
+    value_base: int,
+    value_spans: Int64,
+    queries: int,
+    given_logits: int,
+    q_positions: Int64,
+    dtype: int,
+    num_kv_heads: int,
+    group: int,
+    q_len: int,
+    head_dim: int,
+    head_dim_v: int,
+    split_tokens: int,
+    scale: float,
+    dots: Int64,
+    weigh: Int64,
+    softmax: int,
+    merge: int,
+    states: int,
+    partials: int,
+) -> None:
+    """Take pieces until none is left, and put their states where they belong.
+
+    Where `given_logits` is 0, logits are computed from queries and keys; otherwise they are read there, float32
+    (rows, q_len · group), and `queries`, keys and `q_positions` are not used.
+    """
+    all_queries = q_len * group
+    key_nbytes, value_nbytes = head_dim * ITEM[dtype], head_dim_v * ITEM[dtype]
+    state_stride = 4 * (head_dim_v + 2)
+    most_rows = 0
+    for i in range(pieces.shape[0]):
+        most_rows = max(most_rows, min(pieces[i, HIGH] - pieces[i, LOW], split_tokens))
+    block = min(BLOCK, all_queries)
+    width = (most_rows + LANES - 1) // LANES * LANES
+    logit_rows = np.empty((block, width), np.float32)
+    padded = (head_dim + LANES - 1) // LANES * LANES
+    query_rows = np.zeros((block, padded), np.float32)
+    keys, values, positions = (
+        np.empty(most_rows, np.int64),
+        np.empty(most_rows, np.int64),
+        np.empty(most_rows, np.int64),
+    )
+    visible = np.empty(block, np.int64)
+    levels = np.empty(66, np.int64)
+    stack = np.empty(0, np.float32)
+    logits, logit_stride = logit_rows.ctypes.data, 4 * width
+    while True:
+        turn = take_next(counter)
+        if turn >= pieces.shape[0]:
+            break
+        sequence, kv_head, low, high = (
+            pieces[turn, SEQUENCE],
+            pieces[turn, KV_HEAD],
+            pieces[turn, LOW],
+            pieces[turn, HIGH],
+        )
+        out = states + pieces[turn, SLOT] * all_queries * state_stride
+        if pieces[turn, SLOT] < 0:
+            out = partials - (1 + pieces[turn, SLOT]) * all_queries * state_stride
+        if low == high:
+            put_identity(out, all_queries, head_dim_v)
+            continue
+        first_run = np.searchsorted(first_row, low, side="right") - 1
+        last_run = np.searchsorted(first_row, high - 1, side="right") - 1
+        first_split = (runs[first_run, 2] + low - first_row[first_run]) // split_tokens
+        last_split = (runs[last_run, 2] + high - 1 - first_row[last_run]) // split_tokens
+        needed = (meeting_level(first_split, last_split) + 1) * block * (head_dim_v + 2)
+        if stack.size < needed:
+            stack = np.empty(needed, np.float32)
+        bottom = stack.ctypes.data
+        for q in range(0, all_queries, block):
+            num_queries = min(block, all_queries - q)
+            slot = num_queries * state_stride
+            last_seen = 0
+            if given_logits == 0:
+                last_seen = -1
+                for i in range(num_queries):
+                    at = sequence * q_len + (q + i) // group
+                    at = (at * num_kv_heads + kv_head) * group + (q + i) % group
+                    move_bytes(query_rows[i].ctypes.data, queries + at * 4 * head_dim, 4 * head_dim)
+            depth, previous, run, row = 0, 0, first_run, low
+            while row < high:
+                run = run_of(first_row, run, row)
+                split = (runs[run, 2] + row - first_row[run]) // split_tokens
+                n = _find_rows(
+                    runs, first_row, run, row, high, split_tokens, key_base, key_spans, key_nbytes,
+                    value_base, value_spans, value_nbytes, keys, values, positions,
+                )  # fmt: skip
+                any_visible = 0
+                for i in range(num_queries):
+                    visible[i] = n
+                    if given_logits == 0:
+                        seen = q_positions[sequence, (q + i) // group]
+                        if positions[n - 1] > seen:
+                            visible[i] = np.searchsorted(positions[:n], seen, side="right")
+                    any_visible = max(any_visible, visible[i])
+                if any_visible:
+                    if given_logits == 0:
+                        dots_of_block(
+                            dots, dtype, query_rows.ctypes.data, 4 * padded, num_queries, keys.ctypes.data,
+                            any_visible, head_dim, scale, logits, logit_stride, values.ctypes.data, value_nbytes,
+                        )  # fmt: skip
+                    else:
+                        source = given_logits + 4 * (row * all_queries + q)
+                        for j in range(n):
+                            for i in range(num_queries):
+                                logit_rows[i, j] = load_float(source + 4 * (j * all_queries + i))
+                    level = 0
+                    if depth:
+                        level = meeting_level(previous, split)
+                        while depth > 1 and levels[depth - 1] < level:
+                            depth -= 1
+                            call_merge(
+                                merge, bottom + (depth - 1) * slot, bottom + depth * slot, num_queries, head_dim_v
+                            )
+                    levels[depth] = level
+                    _states_of_split(
+                        softmax, weigh, dtype, num_queries, logits, logit_stride, visible, values.ctypes.data,
+                        head_dim_v, bottom + depth * slot, state_stride,
+                    )  # fmt: skip
+                    depth, previous = depth + 1, split
+                row += n
+            while depth > 1:
+                depth -= 1
+                call_merge(merge, bottom + (depth - 1) * slot, bottom + depth * slot, num_queries, head_dim_v)
+            target = out + q * state_stride
+            if depth:
+                move_bytes(target, bottom, slot)
+            else:
+                put_identity(target, num_queries, head_dim_v)

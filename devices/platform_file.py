@@ -1,0 +1,239 @@
+"""Platform files: a machine as TOML, read and checked. Which driver makes a device is for the registry.
+
+    include = ["laptop"]          # platforms whose tables this file builds on: a name, or a path beside this file
+    description = "…"
+    clock = "virtual"             # or "wall"
+    dilation = "auto"             # or a whole number; times are that many times as long (default: auto, 1 if virtual)
+    host = "dram"                 # the device in whose memory host buffers live
+
+    [devices.gpu]
+    driver = "emulated"           # an entry point of the group tierloop.devices
+    reaches.dram = ["pcie"]       # its executors reach the memory of `dram` over these links
+    profile = "h100-sxm"          # this and all other keys are options of the driver
+
+    [links.pcie]
+    ends = ["dram", "gpu"]        # forward is from the first to the second
+    bytes_per_s = 55e9            # or forward_bytes_per_s and back_bytes_per_s
+    latency_ns = 500
+    duplex = "full"               # or "half": both directions share the wire
+    source = "…"                  # where the numbers come from
+
+Tables of the including file win, key by key, over those of the included one; a `[devices.NAME]` with a `driver` key
+replaces that device as a whole, since options belong to a driver. `overrides` (dotted keys) win over both and can only
+change what the file has. Everything is checked here but the drivers' own options: unknown keys and names, types,
+ranges, includes that go in a circle, routes whose links do not exist or do not join up. All errors are
+ConfigurationError and name the file, the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.tables import Table, read_toml
+
+RATES = (1_000, 10**15)
+"""Allowed rates in bytes/s: 1 kB/s to 1 PB/s."""
+LATENCIES = (0, 10**9)
+"""Allowed latencies in ns: up to 1 s."""
+DILATIONS = (1, 1_000_000)
+
+Hop = tuple[str, Literal["forward", "back"]]
+"""A link and the direction in which it is travelled when going from the executor to the memory."""
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """A link between two devices. Rates in bytes/s per direction, latency in ns per access.
+
+    A half-duplex link carries one direction at a time; its arbitration is that of all links (emulators/timing.py).
+    """
+
+    name: str
+    ends: tuple[str, str]
+    forward_bytes_per_s: int
+    back_bytes_per_s: int
+    latency_ns: int
+    duplex: Literal["full", "half"] = "full"
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class DeviceEntry:
+    """A device as the file has it: `reaches` maps the names of devices with memory to routes."""
+
+    name: str
+    driver: str
+    options: dict[str, Any] = field(default_factory=dict)
+    reaches: dict[str, tuple[Hop, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What the devices of one site have in common; the registry puts it into `site.shared["topology"]`.
+
+    `host` is the full name of the memory that host buffers live in. Times of emulated devices are `dilation` times as
+    long as profiles and links say.
+    """
+
+    links: dict[str, LinkSpec] = field(default_factory=dict)
+    host: str = ""
+    dilation: int = 1
+
+
+@dataclass(frozen=True)
+class PlatformFile:
+    """A checked platform file. `folder` is where files that its options name are looked for."""
+
+    name: str
+    folder: Path
+    description: str
+    clock: Literal["virtual", "wall"]
+    dilation: int | Literal["auto"]
+    host: str
+    devices: dict[str, DeviceEntry]
+    links: dict[str, LinkSpec]
+    changed: tuple[str, ...] = ()
+    """Overrides that were given, as text."""
+
+
+Find = Callable[[str], Path]
+
+
+def read_platform(path: Path, find: Find, overrides: Mapping[str, Any] | None = None) -> PlatformFile:
+    """Read and check a platform file; `find` turns the name of another platform into its path.
+
+    Raises ConfigurationError.
+    """
+    values = _merged(path, find, ())
+    for key, value in (overrides or {}).items():
+        _override(values, str(path), key, value)
+    changed = tuple(f"{key} = {value!r}" for key, value in (overrides or {}).items())
+    return _checked(Table(values, str(path)), path, changed)
+
+
+def _merged(path: Path, find: Find, trail: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in trail:
+        circle = " → ".join(p.name for p in (*trail[trail.index(path) :], path))
+        raise ConfigurationError(f"{trail[-1]}: include: a circle: {circle}")
+    values = read_toml(path)
+    base: dict[str, Any] = {}
+    for name in Table(values, str(path)).names("include", ()):
+        beside = path.parent / (name if name.endswith(".toml") else f"{name}.toml")
+        try:
+            included = beside if beside.exists() else find(name)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: include: {error}") from error
+        _merge(base, _merged(included, find, (*trail, path)))
+    values.pop("include", None)
+    _merge(base, values)
+    return base
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any], depth: tuple[str, ...] = ()) -> None:
+    for key, value in over.items():
+        mine = base.get(key)
+        replaced = depth == ("devices",) and isinstance(value, Mapping) and "driver" in value
+        if isinstance(mine, dict) and isinstance(value, Mapping) and not replaced:
+            _merge(mine, value, (*depth, key))
+        else:
+            base[key] = copy.deepcopy(value)
+
+
+def _override(values: dict[str, Any], place: str, key: str, value: Any) -> None:
+    parts = key.split(".")
+    table = values
+    for depth, part in enumerate(parts[:-1]):
+        inner = table.get(part)
+        if inner is None and depth >= 2:
+            inner = table[part] = {}
+        if not isinstance(inner, dict):
+            known = [k for k, v in table.items() if isinstance(v, dict)]
+            where = ".".join(parts[: depth + 1])
+            raise ConfigurationError(f"{place}: override {key}: there is no {where}; {nearest(part, known)}")
+        table = inner
+    table[parts[-1]] = value
+
+
+def _checked(table: Table, path: Path, changed: tuple[str, ...]) -> PlatformFile:
+    description = table.text("description", default="")
+    clock = table.text("clock", ("virtual", "wall"))
+    dilation: int | Literal["auto"] = "auto"
+    if table.get("dilation", "auto") != "auto":
+        if isinstance(table.values["dilation"], str):
+            raise table.error("dilation", f"{table.values['dilation']!r} given; allowed: 'auto' or a whole number")
+        dilation = table.integer("dilation", *DILATIONS)
+    entries = table.tables("devices")
+    if not entries:
+        raise table.error("devices", "a platform needs at least one [devices.NAME]")
+    links = {name: _link(name, link, entries) for name, link in table.tables("links").items()}
+    devices = {name: _device(name, device, links, entries) for name, device in entries.items()}
+    host = table.text("host")
+    if host not in devices:
+        raise table.error("host", f"no device {host!r}; {nearest(host, list(devices))}")
+    table.finish()
+    return PlatformFile(
+        path.stem,
+        path.parent.resolve(),
+        description,
+        "virtual" if clock == "virtual" else "wall",
+        dilation,
+        host,
+        devices,
+        links,
+        changed,
+    )
+
+
+def _link(name: str, table: Table, devices: Mapping[str, Any]) -> LinkSpec:
+    ends = table.names("ends")
+    if len(ends) != 2:
+        raise table.error("ends", f"{list(ends)} given; a link has two ends, both devices")
+    for end in ends:
+        if end not in devices:
+            raise table.error("ends", f"no device {end!r}; {nearest(end, list(devices))}")
+    if table.has("bytes_per_s"):
+        forward = back = table.integer("bytes_per_s", *RATES)
+    else:
+        forward = table.integer("forward_bytes_per_s", *RATES)
+        back = table.integer("back_bytes_per_s", *RATES)
+    latency_ns = table.integer("latency_ns", *LATENCIES)
+    duplex = table.text("duplex", ("full", "half"), default="full")
+    source = table.text("source")
+    table.finish()
+    return LinkSpec(name, (ends[0], ends[1]), forward, back, latency_ns, "half" if duplex == "half" else "full", source)
+
+
+def _device(name: str, table: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any]) -> DeviceEntry:
+    driver = table.text("driver")
+    reach = table.table("reaches")
+    reaches = {target: _route(name, target, reach, links, devices) for target in reach.values}
+    options = {key: copy.deepcopy(v) for key, v in table.values.items() if key not in ("driver", "reaches")}
+    return DeviceEntry(name, driver, options, reaches)
+
+
+def _route(
+    name: str, target: str, reach: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any]
+) -> tuple[Hop, ...]:
+    if target not in devices:
+        raise reach.error(target, f"no device {target!r}; {nearest(target, list(devices))}")
+    if target == name:
+        raise reach.error(target, "a device reaches its own memory anyway")
+    at = name
+    hops: list[Hop] = []
+    for link in reach.names(target):
+        if link not in links:
+            raise reach.error(target, f"no link {link!r}; {nearest(link, list(links))}")
+        ends = links[link].ends
+        if at not in ends:
+            raise reach.error(target, f"link {link} joins {ends[0]} and {ends[1]}, but the route has come to {at}")
+        hops.append((link, "forward" if at == ends[0] else "back"))
+        at = ends[1] if at == ends[0] else ends[0]
+    if at != target:
+        raise reach.error(target, f"the route ends at {at}, not at {target}; a link is missing")
+    return tuple(hops)

@@ -1,0 +1,166 @@
+"""A near-memory processor: engines that take jobs, and banks behind channels that answer their requests.
+
+Nothing here is told the bandwidth that the device is later found to have; it follows from what each request costs:
+
+- Addresses go round the channels in granules of `granule_nbytes`. `channels · row_nbytes` consecutive bytes, a
+  *stripe*, lie in one row of one bank per channel; consecutive stripes go round the banks.
+- A channel moves whole bursts of `burst_nbytes` at `channel_bytes_per_s`. Opening a row keeps its bank busy for
+  `row_cycle_ns`; a request to the row that its channel used last does not pay again.
+- The dispatcher cuts requests into tiles of `tile_nbytes` and deals them to `engines`. A tile costs its engine
+  `request_ns`, and its bytes pass at `engine_bytes_per_s`.
+
+An idle device takes as long as its busiest channel, bank or engine. So a few long rows are limited by the channels,
+many short ones by row cycles, bursts that are used in part, and engines. What floating-point work costs is added by
+the emulated device. Each engine has `sram_nbytes` for queries and states (0: unknown, not checked).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import types
+
+from tierloop.devices.kernels.compiled import INT64, TABLE, kernel
+from tierloop.firmware_models.media import MediaWork, Ranges, parallel
+
+
+@dataclass(frozen=True)
+class PnmGeometry:
+    """Sizes in bytes, times in ns, rates in bytes/s per channel or engine; `banks` per channel."""
+
+    channels: int
+    banks: int
+    row_nbytes: int
+    granule_nbytes: int
+    burst_nbytes: int
+    channel_bytes_per_s: int
+    row_cycle_ns: int
+    engines: int
+    engine_bytes_per_s: int
+    request_ns: int
+    tile_nbytes: int
+    sram_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("row_cycle_ns", "request_ns", "sram_nbytes")
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) < (0 if name in may_be_zero else 1):
+                raise ValueError(f"{name} of a PNM geometry is too small: {self}")
+        for name in ("channels", "banks", "row_nbytes", "granule_nbytes", "burst_nbytes", "tile_nbytes"):
+            if getattr(self, name).bit_count() != 1:
+                raise ValueError(f"{name} of a PNM geometry is a power of two, as address bits are: {self}")
+        if not self.burst_nbytes <= self.granule_nbytes <= self.row_nbytes:
+            raise ValueError(f"a row holds whole granules and a granule whole bursts: {self}")
+
+
+class PnmModel:
+    """Banks, channels and dispatcher; keeps no state between commands but its counters."""
+
+    def __init__(self, geometry: PnmGeometry) -> None:
+        self.geometry = geometry
+        self.reset()
+
+    def reset(self) -> None:
+        """Counters back to 0."""
+        self.requests = 0
+        self.activations = 0
+
+    def access(self, reads: Ranges, writes: Ranges) -> MediaWork:
+        """Serve the requests of one command."""
+        work, activations = self._serve(np.concatenate((reads, writes)))
+        self.requests += len(reads) + len(writes)
+        self.activations += activations
+        return work
+
+    def plan(self, reads: Ranges, writes: Ranges) -> MediaWork:
+        """The same, not counted."""
+        return self._serve(np.concatenate((reads, writes)))[0]
+
+    def trim(self, address: int, nbytes: int) -> None:
+        """Memory keeps nothing about bytes that are no longer needed."""
+
+    def ceiling(self, write: bool) -> int:
+        """All channels, or all engines, whichever is slower."""
+        g = self.geometry
+        return min(g.channels * g.channel_bytes_per_s, g.engines * g.engine_bytes_per_s)
+
+    def too_large(self, queries_nbytes: int, states_nbytes: int) -> str:
+        """Why a launch does not fit the engines' SRAM; "" if it does."""
+        room = self.geometry.sram_nbytes * self.geometry.engines
+        if not room or queries_nbytes + states_nbytes <= room:
+            return ""
+        return (
+            f"{queries_nbytes} B of queries and {states_nbytes} B of states do not fit the engines' SRAM of {room} B; "
+            "split the launch"
+        )
+
+    def _serve(self, ranges: Ranges) -> tuple[MediaWork, int]:
+        g = self.geometry
+        channel_bytes = np.zeros(g.channels, dtype=np.int64)
+        bank_opens = np.zeros((g.channels, g.banks), dtype=np.int64)
+        num_tiles = _serve(
+            np.ascontiguousarray(ranges),
+            g.burst_nbytes.bit_length() - 1,
+            g.granule_nbytes.bit_length() - 1,
+            (g.channels * g.row_nbytes).bit_length() - 1,
+            g.tile_nbytes.bit_length() - 1,
+            channel_bytes,
+            bank_opens,
+        )
+        if not num_tiles:
+            return MediaWork(0, 1, 0), 0
+        moved, opens = int(channel_bytes.sum()), int(bank_opens.sum())
+        at_work = min(num_tiles, g.engines)
+        bus_ns = -(-int(channel_bytes.max()) * 1_000_000_000 // g.channel_bytes_per_s)
+        bank_ns = int(bank_opens.max()) * g.row_cycle_ns
+        engine_ns = -(-num_tiles // g.engines) * g.request_ns
+        engine_ns += -((-moved // at_work) * 1_000_000_000 // g.engine_bytes_per_s)
+        alone = max(bus_ns, bank_ns, engine_ns)
+        share = max(
+            parallel(moved * 1_000_000_000 // g.channel_bytes_per_s, g.channels, alone),
+            parallel(opens * g.row_cycle_ns, g.channels * g.banks, alone),
+            parallel(engine_ns * at_work, g.engines, alone),
+        )
+        return MediaWork(alone, share, moved), opens
+
+
+@kernel(INT64, TABLE, INT64, INT64, INT64, INT64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C"))
+def _serve(
+    ranges: Ranges,
+    burst: int,
+    granule: int,
+    stripe: int,
+    tile: int,
+    channel_bytes: Ranges,
+    bank_opens: Ranges,
+) -> int:
+    """Add up bytes per channel and rows opened per channel and bank; returns the number of tiles.
+
+    Sizes come as shifts: divisions would take three times as long as all the rest.
+    """
+    channels, banks = bank_opens.shape
+    tiles = 0
+    row_open = np.full(channels, np.int64(-1))
+    for i in range(ranges.shape[0]):
+        if ranges[i, 1] == 0:
+            continue
+        start = ranges[i, 0] >> burst << burst
+        end = (ranges[i, 0] + ranges[i, 1] + (1 << burst) - 1) >> burst << burst
+        tiles += (end - start + (1 << tile) - 1) >> tile
+        at = start
+        while at < end:
+            low = at >> stripe
+            stop = min(end, (low + 1) << stripe)
+            first, last = at >> granule, (stop - 1) >> granule
+            for g in range(first, min(last, first + channels - 1) + 1):
+                channel = g & (channels - 1)
+                count = (last - g) // channels + 1 if last > g else 1
+                channel_bytes[channel] += count << granule
+                if row_open[channel] != low:
+                    row_open[channel] = low
+                    bank_opens[channel, low & (banks - 1)] += 1
+            channel_bytes[first & (channels - 1)] -= at - (first << granule)
+            channel_bytes[last & (channels - 1)] -= ((last + 1) << granule) - stop
+            at = stop
+    return tiles

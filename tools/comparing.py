@@ -1,0 +1,166 @@
+"""What `run`, `compare` and `demo` have in common: load, open, compare, and leave the files that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.platform import Platform
+from tierloop.runtime.manifest import manifest
+from tierloop.runtime.results import Comparison
+from tierloop.runtime.trace import TraceRecorder
+from tierloop.tools.console import Results, progress, say
+from tierloop.tools.output import prepare_folder, write_files
+from tierloop.tools.report import report
+from tierloop.tools.table import policies_table, remarks, use_table
+
+if TYPE_CHECKING:  # torch takes seconds to import, and `tierloop --help` needs none of it
+    from tierloop.runtime.compare import PolicyRequest
+    from tierloop.runtime.models import Model
+    from tierloop.runtime.workloads import Workload
+
+FAILED, INVALID = 1, 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for; it goes into the manifest as it stands."""
+
+    model: str = "smollm2-135m"
+    platform: str = "demo"
+    clock: str | None = None
+    dilation: int | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    prompt_file: Path | None = None
+    prompt_tokens: int = 4096
+    depth: float = 0.5
+    seed: int = 0
+    tokens: int = 16
+    kv_dtype: str = "float32"
+    oracle: bool = True
+    cache: Path | None = None
+
+    def check(self) -> None:
+        """What can be seen to be wrong before anything slow begins. Raises ConfigurationError."""
+        for name, value, allowed in (
+            ("--clock", self.clock, ("virtual", "wall", None)),
+            ("--kv-dtype", self.kv_dtype, ("float32", "float16", "bfloat16")),
+        ):
+            if value not in allowed:
+                raise ConfigurationError(f"{name} {value!r}: {nearest(str(value), [a for a in allowed if a])}")
+        if self.clock == "virtual" and (self.dilation or 1) != 1:
+            raise ConfigurationError(
+                "--dilation: only a wall clock is dilated; virtual time needs no help from the host"
+            )
+
+    def open(self, changes: Mapping[str, Any] | None = None) -> Platform:
+        """A fresh platform; `changes` are further overrides. Raises ConfigurationError or a DeviceError."""
+        from tierloop.devices.registry import open_platform
+
+        return open_platform(
+            self.platform, clock=self.clock, dilation=self.dilation, overrides={**self.overrides, **(changes or {})}
+        )
+
+    def load(self) -> tuple[Model, Workload]:
+        """The model and the prompt. Raises ModelError or WorkloadError."""
+        from tierloop.runtime.models import load_model
+        from tierloop.runtime.workloads import needle_prompt, read_prompt_file, text_prompt
+
+        text = read_prompt_file(self.prompt_file) if self.prompt_file is not None else None
+        model = load_model(self.model, self.cache)
+        if text is not None:
+            return model, text_prompt(model, text, new_tokens=self.tokens)
+        return model, needle_prompt(model, self.prompt_tokens, depth=self.depth, seed=self.seed, new_tokens=self.tokens)
+
+    def described(self, comparison: Comparison, platform: Platform, policies: Sequence[PolicyRequest]) -> Comparison:
+        """The comparison with its manifest and the type that KV was stored in."""
+        config = {
+            **{name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name != "cache"},
+            "policies": [asdict(policy) for policy in policies],
+        }
+        if self.prompt_file is not None:
+            config["prompt_file"] = self.prompt_file.name
+        return replace(comparison, kv_dtype=self.kv_dtype, manifest=manifest(config, platform, self.seed))
+
+
+def compare_policies(asked: Asked, policies: Sequence[PolicyRequest], trace: TraceRecorder | None) -> Comparison:
+    """Run the policies on what was asked for, with progress on stderr."""
+    from tierloop.runtime.compare import compare, find_policy
+
+    asked.check()
+    for policy in policies:
+        find_policy(policy.name)
+    asked.open().close()  # a wrong platform is known before the model is loaded
+    say(f"loading {asked.model}")
+    model, workload = asked.load()
+    opened: list[Platform] = []
+
+    def fresh(_: PolicyRequest) -> Platform:
+        opened.append(asked.open())
+        return opened[-1]
+
+    with progress() as shown:
+        comparison = compare(
+            model,
+            workload,
+            fresh,
+            policies,
+            num_tokens=asked.tokens,
+            kv_dtype=asked.kv_dtype,
+            oracle=asked.oracle,
+            progress=shown,
+            trace=trace,
+        )
+    return asked.described(comparison, opened[-1], policies)
+
+
+def prepare_files(*files: Path | None) -> None:
+    """See that every file that was asked for can be written, before the work. Raises OutputError."""
+    for file in files:
+        if file is not None:
+            prepare_folder(file.parent)
+
+
+def leave_files(
+    comparison: Comparison, trace: TraceRecorder | None, trace_file: Path | None, report_file: Path | None
+) -> None:
+    """Write the trace and the report. Raises OutputError."""
+    texts = {}
+    if trace is not None and trace_file is not None:
+        texts[trace_file] = trace.to_json()
+    if report_file is not None:
+        title = f"tierloop: {comparison.model} on {comparison.platform}"
+        texts[report_file] = report(title, "", [comparison], comparison.failures)
+    write_files(texts)
+    for file in texts:
+        say(f"wrote {file}")
+
+
+def show(shown: Results, comparison: Comparison) -> None:
+    """The tables and remarks of a comparison."""
+    shown.show(policies_table(comparison), use_table(comparison), *(escaped(line) for line in remarks(comparison)))
+
+
+def escaped(text: str) -> Any:
+    """A line that is shown as it stands."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def verdict(failures: Sequence[str], comparisons: Sequence[Comparison]) -> None:
+    """End with exit code 1 if a check failed, 3 if a run was invalid. Raises typer.Exit."""
+    if failures:
+        for failure in failures:
+            say(f"FAILED: {failure}")
+        raise typer.Exit(FAILED)
+    invalid = [f"{c.platform}: {r.policy}: {why}" for c in comparisons for r in c.policies for why in r.invalid]
+    if invalid:
+        for reason in invalid:
+            say(f"INVALID: {reason}")
+        raise typer.Exit(INVALID)

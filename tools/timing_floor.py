@@ -1,0 +1,106 @@
+"""The timing floor of this machine: what a wall-clock emulation can promise here. Reads real time, takes about 2 s.
+
+- Lateness: how long after its time an event of the wall clock runs, while nothing else is asked of it.
+- The smallest latency that holds: the shortest delay of which 99 of 100 run at most a tenth late.
+- The highest rate: what one core copies divided by 1.5, the margin below which paced accesses were seen to keep their
+  rate while the other core is busy.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from tierloop.devices.clocks import WallClock
+
+DELAYS_NS = (*(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)), 10_000_000)
+"""Delays that are tried, shortest first: 1 µs to 10 ms."""
+
+_BUDGET_NS = 100_000_000
+_COPY_NBYTES = 64 << 20
+HEADROOM = 1.5
+
+
+@dataclass(frozen=True)
+class TimingFloor:
+    """Measured on this machine, just now. `smallest_latency_ns` is 0 if not even 10 ms hold."""
+
+    lateness_p50_ns: int
+    lateness_p99_ns: int
+    lateness_worst_ns: int
+    smallest_latency_ns: int
+    copy_bytes_per_s: int
+    highest_rate_bytes_per_s: int
+    events_per_s: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def measure() -> TimingFloor:
+    """Measure everything."""
+    clock = WallClock()
+    quiet = np.sort(lateness(clock, 200_000, 500))
+    copied = copy_rate()
+    return TimingFloor(
+        lateness_p50_ns=int(quiet[len(quiet) // 2]),
+        lateness_p99_ns=int(quiet[len(quiet) * 99 // 100]),
+        lateness_worst_ns=int(quiet[-1]),
+        smallest_latency_ns=smallest_latency(clock),
+        copy_bytes_per_s=copied,
+        highest_rate_bytes_per_s=int(copied / HEADROOM),
+        events_per_s=event_rate(clock),
+    )
+
+
+def lateness(clock: WallClock, delay_ns: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How late each of `count` events ran, one at a time, each `delay_ns` ahead: int64 (count,), ns."""
+    late: list[int] = []
+    for number in range(count):
+        due = clock.now() + delay_ns
+        clock.call_at(due, lambda due: late.append(clock.now() - due), due)
+        clock.run_until(lambda number=number: len(late) > number, due + 10**10)  # type: ignore[misc]  # bound at once
+    return np.array(late, dtype=np.int64)
+
+
+def smallest_latency(clock: WallClock) -> int:
+    """The first of `DELAYS_NS` that holds, 0 if none does."""
+    for delay in DELAYS_NS:
+        late = np.sort(lateness(clock, delay, min(200, max(20, _BUDGET_NS // delay))))
+        if late[len(late) * 99 // 100] * 10 <= delay:
+            return delay
+    return 0
+
+
+def copy_rate() -> int:
+    """Bytes/s of the best of seven copies of 64 MiB by one thread."""
+    source = np.ones(_COPY_NBYTES, dtype=np.uint8)
+    target = np.empty_like(source)
+    best = min(_timed(lambda: np.copyto(target, source)) for _ in range(7))
+    return int(_COPY_NBYTES * 1e9 / best)
+
+
+def event_rate(clock: WallClock) -> int:
+    """Events/s that the clock runs when all are due at once: the ceiling of commands per second."""
+    count, seen = 20_000, [0]
+
+    def event() -> None:
+        seen[0] += 1
+
+    def run() -> None:
+        now = clock.now()
+        for _ in range(count):
+            clock.call_at(now, event)
+        clock.run_until(lambda: seen[0] == count, now + 10**10)
+
+    return int(count * 1e9 / _timed(run))
+
+
+def _timed(call: Any) -> int:
+    begun = time.perf_counter_ns()
+    call()
+    return max(1, time.perf_counter_ns() - begun)

@@ -95,7 +95,7 @@ class WallClock:
     def __init__(self) -> None:
         self._zero = time.perf_counter_ns()
         self._sequence = 0
-        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[int, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._bell = threading.Condition()
         self.lateness = [0] * 40
@@ -109,7 +109,7 @@ class WallClock:
 
     def call_at(self, t_ns: int, call: Callable[..., None], *args: Any) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (t_ns, self._sequence, call, args))
+        heapq.heappush(self._heap, (max(t_ns, self.now()), self._sequence, t_ns, call, args))
 
     def post(self, call: Callable[..., None], *args: Any) -> None:
         with self._bell:
@@ -141,7 +141,7 @@ class WallClock:
                 call, args = self._inbox.popleft()
                 call(*args)
         while self._heap and self._heap[0][0] <= until_ns:
-            due, _, call, args = heapq.heappop(self._heap)
+            _, _, due, call, args = heapq.heappop(self._heap)
             late = max(self.now() - due, 0)
             self.lateness[min(late.bit_length(), len(self.lateness) - 1)] += 1
             self.worst_ns = max(self.worst_ns, late)

@@ -33,13 +33,17 @@ class HazardError(AssertionError):
 
 @dataclass(slots=True)
 class _Access:
-    """Pieces (offset, nbytes) that one command touches in one place."""
+    """Pieces (offset, nbytes) that one command touches in one place.
+
+    `buffer` keeps a host buffer alive: while this is remembered, no other one can come to lie at its address.
+    """
 
     lane: _Lane
     count: int
     pieces: NDArray[np.int64]
     writes: bool
     label: str
+    buffer: object = None
     sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -71,8 +75,9 @@ class HazardChecker:
                     known[key] = count
         count = self._last.get(lane, {}).get(lane, 0) + 1
         mine: list[tuple[object, _Access]] = []
-        for place, pieces, writes in _touched(completion):
-            access = _Access(lane, count, pieces, writes, f"{verb(completion.command)} on {lane[0]} queue {lane[1]}")
+        label = f"{verb(completion.command)} on {lane[0]} queue {lane[1]}"
+        for place, pieces, writes, buffer in _touched(completion):
+            access = _Access(lane, count, pieces, writes, label, buffer)
             self._compare(place, access, known)
             mine.append((place, access))
         for place, access in mine:
@@ -109,18 +114,19 @@ class HazardChecker:
                 )
 
 
-def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64], bool]]:
+def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64], bool, object]]:
     command = completion.command
     reads = (command.target,) if isinstance(command, Flush) else read_segments(command)
     for segments, writes in ((reads, False), (write_segments(command), True)):
         for region, spans in segments:
             if spans.nbytes:
-                yield (region.memory, region.id), spans.array, writes
+                yield (region.memory, region.id), spans.array, writes, None
     if isinstance(command, (Read, Write)):
         buffer = command.into if isinstance(command, Read) else command.data
         if buffer.nbytes:
             address = buffer.__array_interface__["data"][0]
-            yield "host buffers", np.array([[address, buffer.nbytes]], dtype=np.int64), isinstance(command, Read)
+            pieces = np.array([[address, buffer.nbytes]], dtype=np.int64)
+            yield "host buffers", pieces, isinstance(command, Read), buffer
 
 
 def _overlap(a: _Access, b: _Access) -> int | None:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierloop.devices.commands import Command, Traffic, verb
+from tierloop.devices.commands import Command, Traffic, segments, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import Busy, Cancelled, DeviceError, Gone, OutOfRange
 
 if TYPE_CHECKING:
+    from tierloop.devices.regions import Region
     from tierloop.devices.site import Site
 
 
@@ -90,6 +91,10 @@ class QueueSet:
     def pending(self) -> int:
         """Commands that have not ended."""
         return sum(len(line) for line in self._queues)
+
+    def uses(self, region: Region) -> bool:
+        """Whether a command that has not ended names the region."""
+        return any(r is region for line in self._queues for c in line for r, _ in segments(c.command))
 
     def close(self) -> None:
         """Refuse new work and end what has not ended as Gone; raises the first error that nobody looked at."""

@@ -19,9 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import types
 
-from tierloop.devices.kernels.compiled import INT64, TABLE, kernel
 from tierloop.firmware_models.media import MediaWork, Ranges, parallel
 
 
@@ -99,7 +97,9 @@ class PnmModel:
         g = self.geometry
         channel_bytes = np.zeros(g.channels, dtype=np.int64)
         bank_opens = np.zeros((g.channels, g.banks), dtype=np.int64)
-        num_tiles = _serve(
+        from tierloop.firmware_models.pnm_requests import serve  # compiles on import, so not before it is needed
+
+        num_tiles = serve(
             np.ascontiguousarray(ranges),
             g.burst_nbytes.bit_length() - 1,
             g.granule_nbytes.bit_length() - 1,
@@ -123,44 +123,3 @@ class PnmModel:
             parallel(engine_ns * at_work, g.engines, alone),
         )
         return MediaWork(alone, share, moved), opens
-
-
-@kernel(INT64, TABLE, INT64, INT64, INT64, INT64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 2, "C"))
-def _serve(
-    ranges: Ranges,
-    burst: int,
-    granule: int,
-    stripe: int,
-    tile: int,
-    channel_bytes: Ranges,
-    bank_opens: Ranges,
-) -> int:
-    """Add up bytes per channel and rows opened per channel and bank; returns the number of tiles.
-
-    Sizes come as shifts: divisions would take three times as long as all the rest.
-    """
-    channels, banks = bank_opens.shape
-    tiles = 0
-    row_open = np.full(channels, np.int64(-1))
-    for i in range(ranges.shape[0]):
-        if ranges[i, 1] == 0:
-            continue
-        start = ranges[i, 0] >> burst << burst
-        end = (ranges[i, 0] + ranges[i, 1] + (1 << burst) - 1) >> burst << burst
-        tiles += (end - start + (1 << tile) - 1) >> tile
-        at = start
-        while at < end:
-            low = at >> stripe
-            stop = min(end, (low + 1) << stripe)
-            first, last = at >> granule, (stop - 1) >> granule
-            for g in range(first, min(last, first + channels - 1) + 1):
-                channel = g & (channels - 1)
-                count = (last - g) // channels + 1 if last > g else 1
-                channel_bytes[channel] += count << granule
-                if row_open[channel] != low:
-                    row_open[channel] = low
-                    bank_opens[channel, low & (banks - 1)] += 1
-            channel_bytes[first & (channels - 1)] -= at - (first << granule)
-            channel_bytes[last & (channels - 1)] -= ((last + 1) << granule) - stop
-            at = stop
-    return tiles

@@ -125,6 +125,7 @@ def compare(
         model.name,
         len(workload.token_ids),
         tuple(results),
+        kv_dtype,
         text_of(model, reference),
         reference,
         workload.question,

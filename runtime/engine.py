@@ -28,9 +28,9 @@ from tierloop.runtime.loop import Loop
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lane:
-    """A queue of an executor: where commands are submitted."""
+    """A queue of an executor: where commands are submitted. The engine has one lane per executor; compare with `is`."""
 
     device: Device
     executor: ExecutorInfo
@@ -59,6 +59,7 @@ class Engine:
         self.platform = platform
         self.shape = shape
         self.loop = Loop(platform.clock)
+        self._all_lanes = [Lane(d, e, e.queues[0]) for d, e in platform.executors()]
         self.dense = self._dense_lane()
         self._regions: list[Region] = []
         self._movers: dict[tuple[str, str], Lane | None] = {}
@@ -127,9 +128,9 @@ class Engine:
 
     def _lanes(self, kernel: str = "", verb: str = "") -> list[Lane]:
         return [
-            Lane(device, executor, executor.queues[0])
-            for device, executor in self.platform.executors()
-            if (not kernel or kernel in executor.kernels) and (not verb or verb in executor.verbs)
+            lane
+            for lane in self._all_lanes
+            if (not kernel or kernel in lane.executor.kernels) and (not verb or verb in lane.executor.verbs)
         ]
 
     def runner(self, kernel: str, memory: str) -> Lane | None:

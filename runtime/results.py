@@ -87,6 +87,7 @@ class Comparison:
     model: str
     prompt_tokens: int
     policies: tuple[PolicyResult, ...]
+    kv_dtype: str = "float32"
     dense_text: str = ""
     dense_tokens: tuple[int, ...] = ()
     question: str = ""

@@ -19,6 +19,19 @@ from tierloop.runtime.models import Model
 NEW_TOKENS = 24  # the room that is left for an answer unless the caller says otherwise
 MAX_FILE_NBYTES = 64 << 20
 cities = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Dublin", "Prague", "Nairobi")
+words = (
+    "lantern",
+    "orchid",
+    "violin",
+    "glacier",
+    "saffron",
+    "walnut",
+    "harbor",
+    "falcon",
+    "copper",
+    "meadow",
+    "pepper",
+)
 
 
 class WorkloadError(ValueError):
@@ -40,8 +53,9 @@ class Workload:
         return len(self.token_ids)
 
     def is_answered_by(self, text: str) -> bool:
-        """Whether `text`, what the model said, holds the answer, and not as a part of another word or number."""
-        return bool(self.answer) and re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", text) is not None
+        """Whether `text`, what the model said, holds the answer, in any case and as a word of its own."""
+        whole = rf"(?<!\w){re.escape(self.answer)}(?!\w)"
+        return bool(self.answer) and re.search(whole, text, re.IGNORECASE) is not None
 
 
 def needle_prompt(
@@ -59,14 +73,14 @@ def needle_prompt(
     first = chance.randrange(len(_paragraphs()))
 
     def hidden(num_words: int) -> str:
-        return _with_paragraph(" ".join(words[:num_words]), fact, depth) + asked
+        return _with_paragraph(" ".join(hay[:num_words]), fact, depth) + asked
 
     least = len(_token_ids(model, fact + asked))
     if num_tokens < least:
         raise WorkloadError(f"{num_tokens} tokens were asked for, the fact and its question alone take {least}")
     _check_fits(model, num_tokens, new_tokens)
-    words = _words(first, num_tokens)
-    num_words = bisect_left(range(len(words)), num_tokens, key=lambda count: len(_token_ids(model, hidden(count))))
+    hay = _words(first, num_tokens)
+    num_words = bisect_left(range(len(hay)), num_tokens, key=lambda count: len(_token_ids(model, hidden(count))))
     prompt = hidden(num_words)
     token_ids = _token_ids(model, prompt)
     _check_fits(model, len(token_ids), new_tokens)
@@ -113,10 +127,16 @@ def filler(model: Model, num_tokens: int) -> list[int]:
 
 
 def _needle(chance: random.Random) -> tuple[str, str, str]:
-    city = chance.choice(cities)
-    # no digit twice: SmolLM2-135M reads one digit per token, and after a repeated one it loses its place
-    number = "".join(chance.sample("123456789", 5))
-    return f"The magic number of {city} is {number}.", f"What is the magic number of {city}?", number
+    """A fact, a question about it and the answer.
+
+    Chosen by experiment, at 4,096 tokens: a word and not a number (SmolLM2 reads one digit per token and loses its
+    place: 5 of 12 were answered), and said twice (said once: 6 of 7).
+    """
+    city, word = chance.choice(cities), chance.choice(words)
+    fact = (
+        f"The secret code word of {city} is {word}. Remember it. {word.capitalize()} is the secret code word of {city}."
+    )
+    return fact, f"What is the secret code word of {city}?", word
 
 
 def _with_paragraph(text: str, paragraph: str, depth: float) -> str:

@@ -69,7 +69,7 @@ def test_the_cause_is_kept() -> None:
 
 
 def test_near_names_come_first_and_otherwise_all() -> None:
-    assert nearest("h10", ["h100", "a100", "l20"]) == "did you mean 'h100'?"
+    assert nearest("h10", ["h100", "a100", "l20"]) == "did you mean 'h100' or 'a100'?"
     assert nearest("zzz", ["h100", "a100"]) == "known: a100, h100"
     assert nearest("zzz", []) == "known: none"
 

@@ -12,6 +12,7 @@ bug of tierloop and says so.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import threading
@@ -93,6 +94,8 @@ class Stopped(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, after the reason was printed where it is not 0."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no σ shows a question mark
     try:
         with _signals():
             app(args=None if arguments is None else list(arguments), prog_name="tierloop")

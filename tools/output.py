@@ -43,7 +43,7 @@ def write_files(texts: Mapping[Path, str]) -> None:
     try:
         for place, text in texts.items():
             temporary = written[place] = _beside(place)
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            with temporary.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -59,8 +59,11 @@ def write_files(texts: Mapping[Path, str]) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON with a closing newline: a float that JSON cannot hold becomes null, and anything else is a bug."""
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Strict JSON in ASCII, which any terminal and pipe takes, with a closing newline.
+
+    A float that JSON cannot hold becomes null; another type that it cannot hold is a bug and raises TypeError.
+    """
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -14,7 +14,7 @@ class Stuck(Exception):
     """The call did not come back in time. It may still move bytes: nothing it was given may be used again."""
 
 
-def within(deadline_s: float, call: Callable[[], None], progress: Callable[[], int] = lambda: 0) -> None:
+def within(deadline_s: float, call: Callable[[], object], progress: Callable[[], int] = lambda: 0) -> None:
     """Run `call()` and wait for its end; raises what it raised.
 
     Raises Stuck if it neither ends nor makes `progress()` (a number that changes) for deadline_s seconds. Costs one

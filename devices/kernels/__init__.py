@@ -1,0 +1,45 @@
+"""Kernels: what a device computes (contract.py), and the code that computes it on a host's cores.
+
+Used by the `cpu` driver and by every emulated device alike, so that their results have the same bits. Importing this
+package compiles nothing; the first call does, or `warm_up`, which a device calls when it is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tierloop.devices.commands import Copy, Launch, Read, Write
+    from tierloop.devices.regions import Region
+
+MICROKERNEL = "tierloop-1/16"
+"""Name and revision of the inner loops / lanes of their sums. Same name and instruction set, same bits: any change
+that can move a bit of a result counts the revision up."""
+
+
+def warm_up() -> None:
+    """Compile every kernel, or load it from the cache; afterwards nothing compiles."""
+    from tierloop.devices.kernels import copying, launching  # noqa: F401
+
+
+def run(launch: Launch, bytes_of: Callable[[Region], NDArray[np.uint8]], threads: int = 1) -> int:
+    """Carry out a launch on arrays of this process; returns its floating-point operations.
+
+    `bytes_of` gives the whole array of a region, C-contiguous uint8 (nbytes,). The launch has passed `device.check`;
+    whatever that leaves open is checked here: raises ValueError, naming run or root, and has then written nothing that
+    counts. `threads` is how many cores may work on it at once; it never changes a bit.
+    """
+    from tierloop.devices.kernels.launching import run
+
+    return run(launch, bytes_of, threads)
+
+
+def copy_bytes(command: Read | Write | Copy, bytes_of: Callable[[Region], NDArray[np.uint8]]) -> None:
+    """Move the bytes of a command between arrays of this process; see copying.copy_bytes."""
+    from tierloop.devices.kernels.copying import copy_bytes
+
+    copy_bytes(command, bytes_of)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tierloop.devices.commands import Operand
 from tierloop.devices.kernels.contract import ITEMSIZE, Attend
 from tierloop.devices.kernels.operands import BytesOf, Operands
-from tierloop.devices.kernels.plan import Rows
+from tierloop.devices.kernels.plan import Rows, positions_of
 from tierloop.devices.kernels.roots import states_of_roots
 
 
@@ -26,11 +24,8 @@ def attend(
         args.num_kv_heads,
         (values[1], args.head_dim_v * item),
     )
-    positions = np.ascontiguousarray(args.q_positions, dtype=np.int64)
-    if positions.shape != (args.num_sequences, args.q_len):
-        raise ValueError(f"q_positions need shape {(args.num_sequences, args.q_len)}, got {positions.shape}")
     states_of_roots(
         args, rows, values, operands.target(writes[0]), threads, keys=keys, queries=operands.source(reads[0]),
-        q_positions=positions, num_kv_heads=args.num_kv_heads, head_dim=args.head_dim, scale=args.scale,
+        q_positions=positions_of(args), num_kv_heads=args.num_kv_heads, head_dim=args.head_dim, scale=args.scale,
     )  # fmt: skip
     operands.finish()

@@ -30,6 +30,8 @@ FLOAT = types.float32
 INTS = types.Array(types.int64, 1, "C", readonly=True)
 TABLE = types.Array(types.int64, 2, "C", readonly=True)
 """Arrays that kernels only read; NumPy arrays that are writeable fit as well."""
+_tuple_of: Any = types.UniTuple
+PAIR = _tuple_of(INT64, 2)
 
 
 @cache
@@ -52,7 +54,9 @@ def kernel(returns: Any, *arguments: Any) -> Callable[[_F], _F]:
     """Compile a function for exactly these types, to run without the GIL."""
 
     def decorate(function: _F) -> _F:
-        compiled: _F = _compile(function, lambda **o: numba.njit(returns(*arguments), nogil=True, **o))
+        compiled: _F = _compile(
+            function, lambda **o: numba.njit(returns(*arguments), nogil=True, error_model="numpy", **o)
+        )
         return compiled
 
     return decorate
@@ -146,12 +150,6 @@ def store_float(builder: Any, address: Any, value: Any) -> None:
 @inline(types.void, INT64, INT64)
 def store_int(builder: Any, address: Any, value: Any) -> None:
     """Put an int64 at an address."""
-    store(builder, value, address)
-
-
-@inline(types.void, INT64, types.uint16)
-def store_bits16(builder: Any, address: Any, value: Any) -> None:
-    """Put a uint16 at an address."""
     store(builder, value, address)
 
 

@@ -20,6 +20,8 @@ from numba.core import cgutils
 from tierloop.devices.kernels.compiled import load
 
 LANES = 16
+alloca_once: Any = cgutils.alloca_once
+"""A place on the stack, made in the function's first block, whatever block is being written."""
 FLOAT = ir.FloatType()
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)

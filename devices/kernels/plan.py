@@ -11,7 +11,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from tierloop.devices.kernels.compiled import INT64, INTS, TABLE, kernel
+from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, kernel
+from tierloop.devices.kernels.contract import Attend, Logits
 
 Int64 = NDArray[np.int64]
 
@@ -38,7 +39,7 @@ _FAULTS = (
 )
 
 
-@kernel(types.UniTuple(INT64, 2), TABLE, TABLE, INT64, TABLE, INT64, INT64, INT64, _MUTABLE)
+@kernel(PAIR, TABLE, TABLE, INT64, TABLE, INT64, INT64, INT64, _MUTABLE)
 def _number_rows(
     runs: Int64,
     spans: Int64,
@@ -92,11 +93,11 @@ def _rows_before(runs: Int64, first_row: Int64, sequence: int, kv_head: int, pos
             high = middle
     before_all: int = first_row[low]
     if low and runs[low - 1, 0] == sequence and runs[low - 1, 1] == kv_head:
-        return min(before_all, first_row[low - 1] + position - runs[low - 1, 2])
+        before_all = min(before_all, first_row[low - 1] + position - runs[low - 1, 2])
     return before_all
 
 
-@kernel(types.UniTuple(INT64, 2), TABLE, INTS, TABLE, INTS, INT64, INT64, INT64, INT64, _MUTABLE_TABLE)
+@kernel(PAIR, TABLE, INTS, TABLE, INTS, INT64, INT64, INT64, INT64, _MUTABLE_TABLE)
 def _cut(
     runs: Int64,
     first_row: Int64,
@@ -218,6 +219,13 @@ class Rows:
             # The roots may come in any order; their rows may not.
             order = np.lexsort((roots[:, 3] << np.clip(roots[:, 2], 0, 62), roots[:, 1], roots[:, 0]))
         raise ValueError(_FAULTS[fault].format(where))
+
+
+def positions_of(args: Attend | Logits) -> Int64:
+    """The launch's query positions, int64 (num_sequences, q_len). Raises ValueError for another shape."""
+    if args.q_positions.shape != (args.num_sequences, args.q_len):
+        raise ValueError(f"q_positions need shape {(args.num_sequences, args.q_len)}, got {args.q_positions.shape}")
+    return np.ascontiguousarray(args.q_positions, dtype=np.int64)
 
 
 _PIECES_PER_THREAD = 4

@@ -86,3 +86,11 @@ def share(threads: int, work: Callable[[], object]) -> None:
         job.end()
     if job.errors:
         raise job.errors[0]
+
+
+_LITTLE = 1 << 18
+
+
+def worthwhile(threads: int, nbytes: int) -> int:
+    """`threads`, or 1 for so few bytes that waking another thread (about 20 µs) costs more than it gains."""
+    return threads if nbytes >= _LITTLE else 1

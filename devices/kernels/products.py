@@ -18,7 +18,6 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import INT64 as WORD
@@ -30,6 +29,7 @@ from tierloop.devices.kernels.lanes import (
     INT64,
     ITEM,
     LANES,
+    alloca_once,
     at,
     counting,
     floats,
@@ -80,7 +80,7 @@ def _sums(
     tails = _tails(context, builder, dtype, rows, full, rest)
 
     def one_pass(lane: int) -> list[list[Any]]:
-        sums = [[cgutils.alloca_once(builder, kind) for _ in rows] for _ in queries]
+        sums = [[alloca_once(builder, kind) for _ in rows] for _ in queries]
         for place in (place for line in sums for place in line):
             builder.store(floats(0.0, width), place)
 
@@ -107,7 +107,7 @@ def _sums(
 
 def _tails(context: Any, builder: Any, dtype: int, rows: list[_Parts], full: Any, rest: Any) -> list[_Parts]:
     """Addresses of copies of the last `rest` < 16 elements of every part: float32, filled up with zeros."""
-    places = [[cgutils.alloca_once(builder, FLOAT, size=int64(LANES)) for _ in row] for row in rows]
+    places = [[alloca_once(builder, FLOAT, size=int64(LANES)) for _ in row] for row in rows]
     tails = [[builder.ptrtoint(place, INT64) for place in line] for line in places]
     with builder.if_then(builder.icmp_signed("!=", rest, int64(0)), likely=False):
         for row, line in zip(rows, tails, strict=True):

@@ -11,13 +11,11 @@ from tierloop.devices.kernels.contract import ITEMSIZE, Attend, Combine
 from tierloop.devices.kernels.lanes import CODES
 from tierloop.devices.kernels.merging import MERGE, fold
 from tierloop.devices.kernels.plan import ROOT, SLOT, SPLIT, Rows
-from tierloop.devices.kernels.pool import share
+from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.products import DOTS
 from tierloop.devices.kernels.softmax import SOFTMAX, WEIGH
 from tierloop.devices.kernels.splits import work_on_pieces
 
-_LITTLE = 1 << 18
-"""Bytes of V below which waking another thread costs more than it gains (about 20 µs)."""
 _ANY = np.zeros((1, 1), dtype=np.int64)
 
 
@@ -37,8 +35,7 @@ def states_of_roots(
     scale: float = 1.0,
 ) -> None:
     """Put the states of `args.roots` at address `states`; operands as in splits.work_on_pieces. Raises ValueError."""
-    if rows.total * args.head_dim_v * ITEMSIZE[args.dtype] * args.q_len < _LITTLE:
-        threads = 1
+    threads = worthwhile(threads, rows.total * args.head_dim_v * ITEMSIZE[args.dtype] * args.q_len)
     pieces = rows.pieces(args.roots, args.split_tokens, threads)
     state_nbytes = args.q_len * args.group * (args.head_dim_v + 2) * 4
     num_partials = max(0, -int(pieces[:, SLOT].min(initial=0)))

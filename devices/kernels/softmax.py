@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from tierloop.devices.kernels.compiled import INT64 as WORD
 from tierloop.devices.kernels.compiled import caller, entry, inline, load, store
@@ -23,6 +22,7 @@ from tierloop.devices.kernels.lanes import (
     INT64,
     ITEM,
     LANES,
+    alloca_once,
     at,
     counting,
     exponential,
@@ -51,7 +51,7 @@ def _softmax(builder: Any, logits: Any, n: Any, state: Any) -> None:
     with counting(builder, n, end) as j:
         store(builder, ir.Constant(FLOAT, float("-inf")), at(builder, logits, j, 4))
     lanes = ir.VectorType(FLOAT, LANES)
-    top, total = cgutils.alloca_once(builder, lanes), cgutils.alloca_once(builder, lanes)
+    top, total = alloca_once(builder, lanes), alloca_once(builder, lanes)
     builder.store(floats(float("-inf")), top)
     builder.store(floats(0.0), total)
     with counting(builder, int64(0), end, LANES) as j:
@@ -82,7 +82,7 @@ def _weigh(
         fetch = load_lanes if count else load_one
         starts = [builder.add(first, int64(LANES * k)) for k in range(max(count, 1))]
         targets = [(g, k, at(builder, accs[g], start, 4)) for k, start in enumerate(starts) for g in range(group)]
-        places = {(g, k): cgutils.alloca_once(builder, kind) for g, k, _ in targets}
+        places = {(g, k): alloca_once(builder, kind) for g, k, _ in targets}
         for g, k, target in targets:
             builder.store(load(builder, target, kind), places[g, k])
         with counting(builder, int64(0), n) as j:

@@ -14,6 +14,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from tierloop.devices.kernels.blocks import BLOCK, collect_queries, dots_of_block, padded, tile_size
 from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import (
     INT64,
@@ -25,28 +26,15 @@ from tierloop.devices.kernels.compiled import (
     store_float,
     take_next,
 )
-from tierloop.devices.kernels.lanes import ITEM, LANES
+from tierloop.devices.kernels.lanes import ITEM
 from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
 from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT
-from tierloop.devices.kernels.products import TILE, call_dots
+from tierloop.devices.kernels.products import TILE
 from tierloop.devices.kernels.softmax import call_softmax, call_weigh
 
 Int64 = NDArray[np.int64]
 
-BLOCK = 16
-"""Query rows that one pass over K and V serves."""
-_NEAR = 32
-"""Key rows that all tiles of a block read before they go on: they stay in the nearest cache."""
-
 _MUTABLE = types.Array(types.int64, 1, "C")
-
-
-@kernel(INT64, INT64)
-def tile_size(left: int) -> int:
-    """Query rows of the next tile: 4, or 3 where 4 would leave a single one."""
-    if left >= TILE and left != TILE + 1:
-        return TILE
-    return min(left, TILE - 1)
 
 
 @kernel(INT64, INTS, INT64, INT64)
@@ -102,47 +90,6 @@ def _find_rows(
             break
         run += 1
     return n
-
-
-@kernel(types.void, INTS, INT64, INT64, INT64, INT64, INT64, INT64, INT64, REAL, INT64, INT64, INT64, INT64)
-def dots_of_block(
-    dots: Int64,
-    dtype: int,
-    queries: int,
-    query_stride: int,
-    num_queries: int,
-    keys: int,
-    n: int,
-    head_dim: int,
-    scale: float,
-    logits: int,
-    logit_stride: int,
-    ahead: int,
-    ahead_nbytes: int,
-) -> None:
-    """Logits (num_queries, n) of a block of query rows with n key rows: every key is read from memory once."""
-    near = n if num_queries <= TILE else _NEAR
-    start = 0
-    while start < n:
-        count = min(near, n - start)
-        q = 0
-        while q < num_queries:
-            size = tile_size(num_queries - q)
-            call_dots(
-                dots[dtype * TILE + size - 1],
-                queries + q * query_stride,
-                query_stride,
-                keys + 8 * start,
-                count,
-                head_dim,
-                logits + q * logit_stride + 4 * start,
-                logit_stride,
-                scale,
-                ahead + 8 * start,
-                ahead_nbytes if q == 0 else 0,
-            )
-            q += size
-        start += count
 
 
 @kernel(types.void, INT64, INTS, INT64, INT64, INT64, INT64, _MUTABLE, INT64, INT64, INT64, INT64)
@@ -243,10 +190,9 @@ def work_on_pieces(
     for i in range(pieces.shape[0]):
         most_rows = max(most_rows, min(pieces[i, HIGH] - pieces[i, LOW], split_tokens))
     block = min(BLOCK, all_queries)
-    width = (most_rows + LANES - 1) // LANES * LANES
+    width = padded(most_rows)
     logit_rows = np.empty((block, width), np.float32)
-    padded = (head_dim + LANES - 1) // LANES * LANES
-    query_rows = np.zeros((block, padded), np.float32)
+    query_rows = np.zeros((block, padded(head_dim)), np.float32)
     keys, values, positions = (
         np.empty(most_rows, np.int64),
         np.empty(most_rows, np.int64),
@@ -283,13 +229,8 @@ def work_on_pieces(
         for q in range(0, all_queries, block):
             num_queries = min(block, all_queries - q)
             slot = num_queries * state_stride
-            last_seen = 0
             if given_logits == 0:
-                last_seen = -1
-                for i in range(num_queries):
-                    at = sequence * q_len + (q + i) // group
-                    at = (at * num_kv_heads + kv_head) * group + (q + i) % group
-                    move_bytes(query_rows[i].ctypes.data, queries + at * 4 * head_dim, 4 * head_dim)
+                collect_queries(queries, sequence, kv_head, q, num_kv_heads, group, q_len, head_dim, query_rows)
             depth, previous, run, row = 0, 0, first_run, low
             while row < high:
                 run = run_of(first_row, run, row)
@@ -309,7 +250,7 @@ def work_on_pieces(
                 if any_visible:
                     if given_logits == 0:
                         dots_of_block(
-                            dots, dtype, query_rows.ctypes.data, 4 * padded, num_queries, keys.ctypes.data,
+                            dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries, keys.ctypes.data,
                             any_visible, head_dim, scale, logits, logit_stride, values.ctypes.data, value_nbytes,
                         )  # fmt: skip
                     else:

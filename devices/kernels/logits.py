@@ -1,0 +1,99 @@
+"""logits: queries × K rows → logits, for a softmax that somebody else does (contract.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Operand
+from tierloop.devices.kernels.blocks import BLOCK, collect_queries, dots_of_block, padded
+from tierloop.devices.kernels.compiled import FLOAT, INT64, INTS, TABLE, address_of, kernel, store_float, take_next
+from tierloop.devices.kernels.contract import ITEMSIZE, Logits
+from tierloop.devices.kernels.lanes import CODES, ITEM
+from tierloop.devices.kernels.operands import BytesOf, Operands
+from tierloop.devices.kernels.plan import Rows, positions_of
+from tierloop.devices.kernels.pool import share, worthwhile
+from tierloop.devices.kernels.products import DOTS
+
+_CHUNK = 64
+"""Key rows at a time."""
+
+
+@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE, INT64, TABLE), *(INT64,) * 5, FLOAT, *(INTS, INT64))
+def _work_on_rows(
+    counter: int,
+    share_rows: int,
+    runs: NDArray[np.int64],
+    first_row: NDArray[np.int64],
+    key_base: int,
+    key_spans: NDArray[np.int64],
+    queries: int,
+    q_positions: NDArray[np.int64],
+    dtype: int,
+    num_kv_heads: int,
+    group: int,
+    q_len: int,
+    head_dim: int,
+    scale: float,
+    dots: NDArray[np.int64],
+    out: int,
+) -> None:
+    """Take shares of the rows until none is left; logits go to `out`, float32 (rows, q_len · group)."""
+    all_queries, total = q_len * group, first_row[-1]
+    query_rows = np.zeros((min(BLOCK, all_queries), padded(head_dim)), np.float32)
+    block = np.empty((query_rows.shape[0], _CHUNK), np.float32)
+    keys = np.empty(_CHUNK, np.int64)
+    nbytes = head_dim * ITEM[dtype]
+    while True:
+        row = take_next(counter) * share_rows
+        if row >= total:
+            break
+        high = min(row + share_rows, total)
+        run = np.searchsorted(first_row, row, side="right") - 1
+        while row < high:
+            while first_row[run + 1] <= row:
+                run += 1
+            end = min(first_row[run + 1], high)
+            sequence, kv_head = runs[run, 0], runs[run, 1]
+            for q in range(0, all_queries, BLOCK):
+                num_queries = min(BLOCK, all_queries - q)
+                collect_queries(queries, sequence, kv_head, q, num_kv_heads, group, q_len, head_dim, query_rows)
+                for start in range(row, end, _CHUNK):
+                    n = min(_CHUNK, end - start)
+                    skipped = start - first_row[run]
+                    for j in range(n):
+                        keys[j] = key_base + key_spans[run, 0] + (skipped + j) * nbytes
+                    dots_of_block(
+                        dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries, keys.ctypes.data, n,
+                        head_dim, scale, block.ctypes.data, 4 * _CHUNK, 0, 0,
+                    )  # fmt: skip
+                    for i in range(num_queries):
+                        seen = q_positions[sequence, (q + i) // group] - runs[run, 2] - skipped
+                        for j in range(n):
+                            logit = block[i, j] if j <= seen else np.float32(-np.inf)
+                            store_float(out + 4 * ((start + j) * all_queries + q + i), logit)
+            row = end
+
+
+def logits(
+    args: Logits, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
+) -> None:
+    """Carry out the kernel. Raises ValueError where runs, spans or positions do not fit each other."""
+    operands = Operands(bytes_of)
+    key_base, key_spans = operands.rows(reads[1])
+    rows = Rows(args.runs, key_spans, args.head_dim * ITEMSIZE[args.dtype], args.num_sequences, args.num_kv_heads)
+    positions = positions_of(args)
+    queries, out = operands.source(reads[0]), operands.target(writes[0])
+    threads = worthwhile(threads, rows.total * args.head_dim * ITEMSIZE[args.dtype] * args.q_len)
+    share_rows = max(_CHUNK, rows.total // (4 * threads)) if threads > 1 else max(1, rows.total)
+    counter = np.zeros(8, dtype=np.uint8)
+
+    def work() -> None:
+        _work_on_rows(
+            address_of(counter), share_rows, rows.runs, rows.first_row, key_base, key_spans, queries, positions,
+            CODES[args.dtype], args.num_kv_heads, args.group, args.q_len, args.head_dim, args.scale, DOTS, out,
+        )  # fmt: skip
+
+    share(threads, work)
+    operands.finish()

@@ -1,0 +1,93 @@
+"""merge: states → attention output, by the fixed tree (contract.py). The states themselves stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Operand
+from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, address_of, kernel, move_bytes, store_float
+from tierloop.devices.kernels.contract import Merge
+from tierloop.devices.kernels.merging import MERGE, fold, put_output
+from tierloop.devices.kernels.operands import BytesOf, Operands
+
+_OUT_OF_ORDER = 2
+_FAULTS = ("", "root {0} is no tree node of a sequence and KV head", "", "root {0} lies inside another, or holds one")
+
+
+@kernel(PAIR, INT64, TABLE, INTS, *(INT64,) * 8)
+def _merge_all(
+    merge_rows: int,
+    roots: NDArray[np.int64],
+    order: NDArray[np.int64],
+    states: int,
+    scratch: int,
+    num_sequences: int,
+    num_kv_heads: int,
+    group: int,
+    q_len: int,
+    dim: int,
+    output: int,
+) -> tuple[int, int]:
+    """Returns (0, 0), or a fault and the root that has it."""
+    rows = group * q_len
+    nbytes = rows * (dim + 2) * 4
+    places, splits = np.empty(order.shape[0], np.int64), np.empty(order.shape[0], np.int64)
+    for i in range(order.shape[0]):
+        root = roots[order[i]]
+        if not (0 <= root[0] < num_sequences and 0 <= root[1] < num_kv_heads and 0 <= root[2] < 63):
+            return 1, order[i]
+        if not 0 <= root[3] < (1 << (62 - root[2])):
+            return 1, order[i]
+        places[i], splits[i] = states + order[i] * nbytes, root[3] << root[2]
+        if i:
+            before = roots[order[i - 1]]
+            if before[0] > root[0] or (before[0] == root[0] and before[1] > root[1]):
+                return 2, order[i]
+            if before[0] == root[0] and before[1] == root[1]:
+                if splits[i - 1] > splits[i]:
+                    return 2, order[i]
+                if (before[3] + 1) << before[2] > splits[i]:
+                    return 3, order[i]
+    for i in range(num_sequences * num_kv_heads * rows * dim):
+        store_float(output + 4 * i, 0.0)
+    first = 0
+    while first < order.shape[0]:
+        sequence, kv_head = roots[order[first], 0], roots[order[first], 1]
+        last = first + 1
+        while last < order.shape[0] and roots[order[last], 0] == sequence and roots[order[last], 1] == kv_head:
+            last += 1
+        if last - first > 1:
+            for i in range(first, last):
+                move_bytes(scratch + i * nbytes, places[i], nbytes)
+                places[i] = scratch + i * nbytes
+        merged = fold(merge_rows, places, splits, first, last, rows, dim)
+        for q in range(q_len):
+            row = ((sequence * q_len + q) * num_kv_heads + kv_head) * group
+            put_output(output + row * dim * 4, merged + q * group * (dim + 2) * 4, group, dim)
+        first = last
+    return 0, 0
+
+
+def merge(
+    args: Merge, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
+) -> None:
+    """Carry out the kernel. Raises ValueError if a root is no tree node or lies inside another."""
+    roots = np.ascontiguousarray(args.roots, dtype=np.int64)
+    if roots.ndim != 2 or roots.shape[1] != 4:
+        raise ValueError(f"roots need shape (r, 4), got {roots.shape}")
+    operands = Operands(bytes_of)
+    states, output = operands.source(reads[0]), operands.target(writes[0])
+    scratch = np.empty(len(roots) * args.q_len * args.group * (args.head_dim_v + 2) * 4, dtype=np.uint8)
+    order = np.arange(len(roots))
+    for last_try in (False, True):
+        fault, root = _merge_all(
+            MERGE, roots, order, states, address_of(scratch), args.num_sequences, args.num_kv_heads, args.group,
+            args.q_len, args.head_dim_v, output,
+        )  # fmt: skip
+        if not fault:
+            break
+        if fault != _OUT_OF_ORDER or last_try:
+            raise ValueError(_FAULTS[fault].format(root))
+        order = np.lexsort((roots[:, 3] << np.clip(roots[:, 2], 0, 62), roots[:, 1], roots[:, 0]))
+    operands.finish()

@@ -1,0 +1,255 @@
+"""What a command costs on an emulated executor: the flows that it is made of, and what comes on top.
+
+- A transfer is one flow through everything on its way: the source's medium, links, the executor's own limit, the
+  target's medium. Host buffers lie in the platform's host memory.
+- A kernel is a flow per memory and direction (one for both where no link is between), and one that occupies the engine
+  for flops / rate: cost = overhead + max(flops / rate, bytes per memory over their paths).
+- `dense` moves weight_nbytes + activation_nbytes through the executor's own memory.
+- Where firmware runs the medium, it says how long the medium is busy, and with which share; the last unit still has to
+  cross the links after that.
+
+Each flow has the latency of its path after it; the command's overhead and that of its spans come after everything.
+All times are already multiplied by the dilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tierloop.devices.commands import Command, Flush, Launch, Operand, Read, Traffic, Write
+from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.info import Path
+from tierloop.devices.kernels import contract
+from tierloop.devices.kernels.contract import Dense
+from tierloop.devices.platform_file import Hop
+from tierloop.devices.regions import Segment
+from tierloop.emulators.fabric import NS, Demand, Fabric, Leg, Medium
+from tierloop.emulators.profile import ExecutorProfile
+from tierloop.emulators.timing import FAR, Route
+from tierloop.firmware_models.media import NOTHING, Ranges
+
+LINE_NBYTES = 64
+
+
+class Cost(NamedTuple):
+    """`fixed_ns` comes after all demands; `media_nbytes` is what firmware-run media of the executor's device move."""
+
+    demands: list[Demand]
+    fixed_ns: int
+    flops: int
+    media_nbytes: int = 0
+    fault: str = ""
+
+
+class Reach:
+    """How an executor gets at one memory: the resources that a byte occupies, the links, the latency."""
+
+    def __init__(self, memory: str, medium: Medium | None, fabric: Fabric, hops: tuple[Hop, ...], lines: int) -> None:
+        self.memory = memory
+        self.medium = medium
+        self.hops = hops
+        self.read_legs = fabric.legs(hops, write=False)
+        self.write_legs = fabric.legs(hops, write=True)
+        latency_ns = sum(link.latency_ns for link, _ in self.read_legs) + (medium.profile.latency_ns if medium else 0)
+        self.latency_ns = latency_ns * fabric.dilation
+        self.read = [link.forward if way == "forward" else link.back for link, way in self.read_legs]
+        self.write = [link.forward if way == "forward" else link.back for link, way in self.write_legs]
+        if medium is not None and medium.firmware is None:
+            self.read.append((medium.resource, medium.read_units))
+            self.write.append((medium.resource, medium.write_units))
+        rate = lines * LINE_NBYTES * NS // latency_ns if lines and latency_ns else FAR
+        capacity = fabric.flows.capacity
+        if any(rate < capacity[r] // units for r, units in self.read[-1:] + self.write[-1:]):
+            port = (fabric.flows.add(rate), 1)
+            self.read.append(port)
+            self.write.append(port)
+        self.firmware = medium.firmware if medium is not None else None
+        self.one_flow = not hops and self.read == self.write
+
+
+class Costs:
+    """The costs of one executor of the device `device`, whose memory is `own` ("" if it has none)."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        profile: ExecutorProfile,
+        own: str,
+        reaches: dict[str, tuple[Hop, ...]],
+    ) -> None:
+        self._fabric = fabric
+        self._profile = profile
+        self._own = own
+        self._sigma = fabric.dilation
+        self._engine = Route([(fabric.flows.add(NS), 1)], fabric.flows.capacity, profile.weight)
+        self._copies = [(fabric.flows.add(profile.bytes_per_s), 1)] if profile.bytes_per_s else []
+        self._reach: dict[str, Reach] = {}
+        own_reach: dict[str, tuple[Hop, ...]] = {own: ()} if own else {}
+        for memory, hops in (own_reach | reaches).items():
+            medium = fabric.media.get(memory)
+            if medium is None and memory.startswith("emu:"):
+                raise ConfigurationError(f"executor {profile.name} reaches {memory}, which is not open on this site")
+            self._reach[memory] = Reach(memory, medium, fabric, hops, profile.mlp_lines)
+        self._host = fabric.topology.host
+        if {"read", "write"} & profile.verbs and self._host and self._host not in self._reach:
+            raise ConfigurationError(
+                f"executor {profile.name} reads and writes host buffers, so it has to reach the host memory "
+                f"{self._host}; it reaches {sorted(self._reach)}"
+            )
+        self._routes: dict[tuple[str, str], Demand] = {}
+        self._rows: dict[tuple[str, str], tuple[Route, int, tuple[Leg, ...]]] = {}
+
+    def paths(self) -> tuple[Path, ...]:
+        """What the executor's paths are worth to a scheduler, in the platform's clock (dilated)."""
+        return tuple(
+            Path(
+                memory,
+                reach.latency_ns,
+                self._ceiling(reach, False) // self._sigma,
+                self._ceiling(reach, True) // self._sigma,
+                self._profile.mlp_lines or 1,
+                self._profile.coherence,
+            )
+            for memory, reach in self._reach.items()
+        )
+
+    def of(self, command: Command, traffic: Traffic, commit: bool) -> Cost:
+        """The cost of a command; `commit` says that it is carried out, so the firmware's state changes."""
+        profile = self._profile
+        fixed_ns = profile.overhead_ns
+        if isinstance(command, Launch):
+            return self._launch(command, traffic, fixed_ns * self._sigma, commit)
+        if isinstance(command, Flush):
+            return Cost([], fixed_ns * self._sigma + self._reach[command.target.region.memory].latency_ns, 0)
+        source = target = None
+        if isinstance(command, Read):
+            source = command.source
+            route = self._transfer(source.region.memory, self._host)
+        elif isinstance(command, Write):
+            target = command.target
+            route = self._transfer(self._host, target.region.memory)
+        else:
+            source, target = command.source, command.target
+            route = self._transfer(source.region.memory, target.region.memory)
+        spans = (source or target).spans  # type: ignore[union-attr]  # each of the three has one or both
+        if profile.span_ns:
+            fixed_ns += profile.span_ns * len(spans)
+        nbytes = spans.nbytes
+        demands = [Demand(route.route, nbytes, FAR, route.latency_ns, route.legs)] if nbytes else []
+        cost = Cost(demands, fixed_ns * self._sigma, 0)
+        for segment, is_write in ((source, False), (target, True)):
+            if segment is not None and self._reach[segment.region.memory].firmware is not None:
+                cost = self._add_media(cost, segment.region.memory, (segment,), is_write, route, commit)
+        return cost
+
+    def _launch(self, command: Launch, traffic: Traffic, fixed_ns: int, commit: bool) -> Cost:
+        args = command.args
+        flops = contract.flops(args, [sum(s.nbytes for _, s in operand) for operand in command.reads])
+        dense = isinstance(args, Dense)
+        demands: list[Demand] = []
+        rate = self._profile.dense_flops_per_s if dense else self._profile.flops_per_s
+        if flops and rate:
+            demands.append(Demand(self._engine, -(-flops * NS // rate), FAR, 0, ()))
+        if isinstance(args, Dense) and self._own:
+            nbytes = args.weight_nbytes + args.activation_nbytes
+            if nbytes:
+                demands.append(self._row(self._own, "read", nbytes))
+        cost = Cost(demands, fixed_ns, flops)
+        for memory in {**traffic.read, **traffic.written}:
+            if dense and memory == self._own:
+                continue
+            reach = self._reach[memory]
+            read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
+            if reach.firmware is not None:
+                cost = self._add_kernel_media(cost, memory, command, commit)
+                if not reach.hops:
+                    continue
+            if reach.one_flow:
+                read, written = read + written, 0
+            if read:
+                demands.append(self._row(memory, "read", read))
+            if written:
+                demands.append(self._row(memory, "write", written))
+        return cost
+
+    def _add_kernel_media(self, cost: Cost, memory: str, command: Launch, commit: bool) -> Cost:
+        reads = tuple(s for operand in command.reads for s in operand if s.region.memory == memory)
+        writes = tuple(s for operand in command.writes for s in operand if s.region.memory == memory)
+        return self._media(
+            cost, memory, self._ranges(reads), self._ranges(writes), self._reach[memory].latency_ns, commit
+        )
+
+    def _add_media(
+        self, cost: Cost, memory: str, segments: Operand, is_write: bool, route: Demand, commit: bool
+    ) -> Cost:
+        medium = self._fabric.media[memory]
+        ranges = self._ranges(segments)
+        unit = min(medium.profile.alignment, int(ranges[:, 1].sum()))
+        tail_ns = -(-unit * NS * self._sigma // route.route.rate) if unit > 1 else 0
+        reads, writes = (NOTHING, ranges) if is_write else (ranges, NOTHING)
+        return self._media(cost, memory, reads, writes, route.latency_ns + tail_ns, commit)
+
+    def _media(self, cost: Cost, memory: str, reads: Ranges, writes: Ranges, latency_ns: int, commit: bool) -> Cost:
+        medium = self._fabric.media[memory]
+        firmware = medium.firmware
+        assert firmware is not None
+        work = firmware.access(reads, writes) if commit else firmware.plan(reads, writes)
+        if work.alone_ns:
+            cost.demands.append(Demand(medium.route, work.alone_ns * work.share, work.share * NS, latency_ns, ()))
+        more = work.nbytes if memory == self._own else 0
+        return cost._replace(media_nbytes=cost.media_nbytes + more, fault=cost.fault or work.fault)
+
+    def _ranges(self, segments: Sequence[Segment]) -> Ranges:
+        if not segments:
+            return NOTHING
+        parts = []
+        for region, spans in segments:
+            address = self._fabric.media[region.memory].store.address(region)
+            part = spans.array
+            if address:
+                part = part.copy()
+                part[:, 0] += address
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _transfer(self, source: str, target: str) -> Demand:
+        """The flow of a transfer, without its work; "" stands for host buffers on a platform without host memory."""
+        key = (source, target)
+        if key not in self._routes:
+            demands = list(self._copies)
+            legs: tuple[Leg, ...] = ()
+            latency_ns = 0
+            if source:
+                demands += self._reach[source].read
+                legs += self._reach[source].read_legs
+                latency_ns += self._reach[source].latency_ns
+            if target:
+                demands += self._reach[target].write
+                legs += self._reach[target].write_legs
+                latency_ns += self._reach[target].latency_ns
+            route = Route(demands, self._fabric.flows.capacity, self._profile.weight)
+            self._routes[key] = Demand(route, 0, FAR, latency_ns, legs)
+        return self._routes[key]
+
+    def _row(self, memory: str, access: str, nbytes: int) -> Demand:
+        """The flow of a kernel's reads or writes on one memory."""
+        key = (memory, access)
+        if key not in self._rows:
+            reach = self._reach[memory]
+            demands, legs = (reach.read, reach.read_legs) if access == "read" else (reach.write, reach.write_legs)
+            route = Route(demands, self._fabric.flows.capacity, self._profile.weight)
+            self._rows[key] = (route, reach.latency_ns, legs)
+        route, latency_ns, legs = self._rows[key]
+        return Demand(route, nbytes, FAR, latency_ns, legs)
+
+    def _ceiling(self, reach: Reach, write: bool) -> int:
+        demands = reach.write if write else reach.read
+        rates = [self._fabric.flows.capacity[r] // units for r, units in demands]
+        if reach.firmware is not None:
+            rates.append(reach.firmware.ceiling(write))
+        if not self._profile.kernels and self._profile.bytes_per_s:
+            rates.append(self._profile.bytes_per_s)
+        return min(rates, default=0)

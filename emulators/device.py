@@ -1,0 +1,341 @@
+"""An emulated device: a store, a firmware model, timing and kernels, put together from a profile.
+
+Opened by the registry (entry point `emulated` of the group tierloop.devices) or by hand. A slower card is another
+profile, not another class. Options:
+
+    profile      name of a profile, or a path ending in .toml (relative to `folder`)
+    capacity     bytes of the memory, instead of the profile's
+    executors    names of the profile's executors to make (default: all that are not optional)
+    constants    numbers of the profile to change, as a table of its shape
+    reaches      {memory: route}: other memories that the executors reach; set by the registry
+    backing      a folder for sparse files that hold the bytes, instead of the host's memory
+    numa_node    what DeviceInfo reports
+    folder       where relative paths begin; set by the registry
+
+Queues are numbered in the order of the profile's executors: a GPU has compute on 0 and 1, the engine that copies to it
+on 2 and the one that copies from it on 3; `info` says so for each device. A queue carries out one command at a time.
+Commands of an emulated device may name regions of emulated memories, and of real ones whose regions the host can map.
+
+Devices find each other on the site (fabric.py), and `info` is settled when it is first asked for, so devices may be
+opened in any order; everything that a device reaches must be open by then. `firmware` is the back door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from tierloop.devices.commands import Command, Launch, segments, verb
+from tierloop.devices.completion import Completion
+from tierloop.devices.device import Estimate, check, check_alignment
+from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
+from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo
+from tierloop.devices.kernels import MICROKERNEL
+from tierloop.devices.queues import QueueSet
+from tierloop.devices.regions import Region
+from tierloop.devices.site import Site
+from tierloop.devices.tables import Table
+from tierloop.emulators.costs import Cost, Costs
+from tierloop.emulators.fabric import Fabric, Job, Medium
+from tierloop.emulators.numerics import Numerics, Outcome
+from tierloop.emulators.profile import Profile, find_profile, read_profile
+from tierloop.emulators.promises import LIMIT_PERCENT, Promises
+from tierloop.emulators.store import Store
+from tierloop.emulators.timing import ARBITRATION
+from tierloop.firmware_models.flash import FlashModel
+from tierloop.firmware_models.media import Firmware
+from tierloop.firmware_models.passthrough import Passthrough
+from tierloop.firmware_models.pnm import PnmModel
+
+
+def open_emulated(name: str, site: Site, options: dict[str, Any]) -> EmulatedDevice:
+    """Open an emulated device; `name` carries the prefix `emu:`. Raises ConfigurationError."""
+    if not name.startswith("emu:"):
+        raise ConfigurationError(f"{name}: the name of an emulated device begins with 'emu:'")
+    table = Table(options, name)
+    folder = Path(table.text("folder", default="."))
+    reaches = dict(table.table("reaches").values)
+    capacity = table.get("capacity", None)
+    executors = table.names("executors", ()) if table.has("executors") else None
+    constants = table.table("constants").values
+    backing = folder / table.text("backing") if table.has("backing") else None
+    numa_node = table.integer("numa_node", 0, 1023) if table.has("numa_node") else None
+    path = find_profile(table.text("profile"), folder)
+    table.finish()
+    if backing is not None and not backing.is_dir():
+        raise table.error("backing", f"{backing} is not a folder")
+    return EmulatedDevice(name, site, read_profile(path, capacity, executors, constants), reaches, backing, numa_node)
+
+
+open_emulated.emulated = True  # type: ignore[attr-defined]  # what the registry looks at before it opens anything
+
+
+class _Note:
+    """What a device keeps with a job: its cost and, on the wall clock, the work on a thread."""
+
+    __slots__ = ("cost", "future", "outcome", "waited_for")
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.future: Future[None] | None = None
+        self.outcome: Outcome | None = None
+        self.waited_for = False
+
+
+class EmulatedDevice:
+    """An opened emulated device; made by `open_emulated`."""
+
+    def __init__(
+        self,
+        name: str,
+        site: Site,
+        profile: Profile,
+        reaches: dict[str, Any],
+        backing: Path | None = None,
+        numa_node: int | None = None,
+    ) -> None:
+        self._name = name
+        self._profile = profile
+        self._reaches = reaches
+        self._numa_node = numa_node
+        self._fabric = Fabric.of(site)
+        self._numerics = Numerics.of(self._fabric)
+        self._clock = site.clock
+        self._site = site
+        self._promises: Promises | None = None
+        if not site.clock.virtual:
+            self._promises = site.shared.setdefault("promises", Promises(site))
+        self._store: Store | None = None
+        self.firmware: Firmware | None = None
+        if profile.memory is not None:
+            self._open_memory(backing)
+        self._info: DeviceInfo | None = None
+        self._costs: list[Costs] = []
+        self._grids: dict[str, int] = {}
+        self._jobs: dict[Completion, Job] = {}
+        self._closed = False
+        depth = max((e.depth for e in profile.executors), default=1)
+        self._queues = QueueSet(name, sum(e.queues for e in profile.executors), depth, site, self._start)
+        self._fabric.users.append(self._queues.uses)
+
+    def _open_memory(self, backing: Path | None) -> None:
+        memory = self._profile.memory
+        assert memory is not None
+        if self._name in self._fabric.media:
+            raise ConfigurationError(f"{self._name}: the site has a memory of that name already")
+        on_media: Firmware | None = None
+        if memory.flash is not None:
+            on_media = FlashModel(memory.flash)
+        elif memory.pnm is not None:
+            on_media = PnmModel(memory.pnm)
+        self.firmware = on_media or Passthrough(memory.read_bytes_per_s, memory.write_bytes_per_s)
+        addressed = on_media is not None
+        self._store = Store(self._name, memory.capacity, memory.alignment, addressed, backing)
+        medium = Medium(self._name, memory, self._store, on_media, self._fabric.flows)
+        self._fabric.media[self._name] = medium
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What the device is and can do. Raises ConfigurationError if it reaches a memory that is not there."""
+        if self._info is None:
+            self._info = self._describe()
+        return self._info
+
+    def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
+        """Allocate zeroed bytes. Raises OutOfMemory, OutOfRange, Unsupported, Gone."""
+        self._alive("alloc")
+        if self._store is None:
+            raise Unsupported(self._name, "alloc", "the device has no memory")
+        if memory not in (None, self._name):
+            raise OutOfRange(self._name, "alloc", f"there is no memory {memory!r} here, only {self._name!r}")
+        return self._store.alloc(nbytes, phantom)
+
+    def free(self, region: Region) -> None:
+        """Give the bytes back. Raises OutOfRange, Busy, Gone."""
+        self._alive("free")
+        if self._store is None or region.memory != self._name:
+            raise OutOfRange(self._name, "free", f"{region} is not a region of this device")
+        if any(uses(region) for uses in self._fabric.users):
+            raise Busy(self._name, "free", f"{region} is named by a command that has not ended")
+        address = self._store.address(region)
+        self._store.free(region)
+        if self.firmware is not None:
+            self.firmware.trim(address, region.nbytes)
+
+    def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
+        """Queue a command. Raises OutOfRange, Misaligned, Unsupported, Busy or Gone."""
+        if self._closed:
+            raise Gone(self._name, verb(command), "the device is closed")
+        traffic = self._check(command, queue)
+        return self._queues.submit(command, queue, after, traffic)
+
+    def estimate(self, command: Command, queue: int = 0) -> Estimate:
+        """The cost from now on if nothing else arrived: the same transition on a copy of the state.
+
+        Commands that are queued before it are not counted; what other commands that are under way take is. Under the
+        virtual clock the margin is 0, on the wall clock it is what a valid run may overrun.
+        """
+        traffic = self._check(command, queue)
+        cost = self._costs[queue].of(command, traffic, commit=False)
+        now = self._clock.now()
+        duration = self._fabric.predict(cost.demands, now) - now + cost.fixed_ns
+        margin = 0 if self._clock.virtual else -(-duration * LIMIT_PERCENT // 100)
+        return Estimate(duration, margin, f"timing model of profile {self._profile.name}")
+
+    def poll(self) -> None:
+        """Nothing to collect: completions come by the clock."""
+
+    def close(self) -> None:
+        """Release everything; raises the first error that nobody looked at."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            running = [job.note.future for job in self._jobs.values() if job.note.future is not None]
+            self._numerics.leave(self._name, running)
+        finally:
+            for job in self._jobs.values():
+                self._fabric.abandon(job)
+            self._jobs.clear()
+            self._fabric.users.remove(self._queues.uses)
+            if not self._fabric.users:
+                self._numerics.close()
+            try:
+                self._queues.close()
+            finally:
+                if self._store is not None:
+                    self._store.close()
+
+    def _check(self, command: Command, queue: int) -> Any:
+        traffic = check(self.info, command, queue)
+        for memory, grid in self._grids.items():
+            check_alignment(self.info, command, memory, grid)
+        media = self._fabric.media
+        for region, _ in segments(command):
+            if region.memory not in media and region.view is None:
+                raise Unsupported(self._name, verb(command), f"{region} is on a real device and not mapped by the host")
+        if isinstance(command, Launch) and isinstance(self.firmware, PnmModel):
+            queries = sum(s.spans.nbytes for s in command.reads[0]) if len(command.reads) > 1 else 0
+            wrong = self.firmware.too_large(queries, sum(s.spans.nbytes for o in command.writes for s in o))
+            if wrong:
+                raise Unsupported(self._name, verb(command), wrong)
+        return traffic
+
+    # -- carrying out -------------------------------------------------------------------------------------------
+
+    def _start(self, completion: Completion) -> None:
+        cost = self._costs[completion.queue].of(completion.command, completion.traffic, commit=True)
+        note = _Note(cost)
+        job = Job(completion, cost.fixed_ns, self._due, note)
+        self._jobs[completion] = job
+        self._fabric.begin(job, cost.demands, completion.started_ns)
+        if self._promises is not None and not cost.fault and not completion.traffic.phantom:
+            note.future = self._numerics.begin(
+                self._name,
+                completion.command,
+                cost.flops,
+                lambda outcome: self._clock.post(self._computed, job, outcome),
+            )
+
+    def _due(self, job: Job) -> None:
+        note: _Note = job.note
+        completion = job.completion
+        if note.future is not None and note.outcome is None:
+            note.waited_for = True
+            return
+        if note.outcome is None:
+            if note.cost.fault or completion.traffic.phantom:
+                note.outcome = (note.cost.flops, None)
+            else:
+                note.outcome = self._numerics.now(self._name, completion.command, note.cost.flops)
+        self._finish(job)
+
+    def _computed(self, job: Job, outcome: Outcome) -> None:
+        job.note.outcome = outcome
+        if job.note.waited_for and job.completion in self._jobs:
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        note: _Note = job.note
+        completion = job.completion
+        del self._jobs[completion]
+        assert note.outcome is not None
+        completion.flops, error = note.outcome
+        cost = note.cost
+        if cost.fault:
+            error = MediaError(self._name, verb(completion.command), cost.fault)
+        if cost.media_nbytes:
+            own = completion.traffic.read.get(self._name, 0) + completion.traffic.written.get(self._name, 0)
+            completion.media_nbytes = cost.media_nbytes if cost.media_nbytes != own else 0
+        self._fabric.settle(job)
+        if self._promises is not None:
+            now = self._clock.now()
+            completion.overrun_ns = max(now - job.due, 0)
+            self._promises.ended(completion, now)
+        self._queues.finish(completion, error)
+
+    def _alive(self, op: str) -> None:
+        if self._closed:
+            raise Gone(self._name, op, "the device is closed")
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+
+    def _describe(self) -> DeviceInfo:
+        profile = self._profile
+        own = self._name if profile.memory is not None else ""
+        executors, layout, first = [], [], 0
+        for executor in profile.executors:
+            costs = Costs(self._fabric, executor, own, self._reaches)
+            queues = tuple(range(first, first + executor.queues))
+            first += executor.queues
+            self._costs += [costs] * executor.queues
+            layout.append(f"{executor.name}: {', '.join(map(str, queues))}")
+            executors.append(
+                ExecutorInfo(
+                    name=executor.name,
+                    kind=executor.kind,
+                    queues=queues,
+                    verbs=executor.verbs,
+                    kernels=executor.kernels,
+                    dtypes=executor.dtypes,
+                    paths=costs.paths(),
+                    depth=executor.depth,
+                    largest_transfer=executor.largest_transfer,
+                )
+            )
+        for memory in {own, *self._reaches}:
+            medium = self._fabric.media.get(memory)
+            if medium is not None and medium.profile.alignment > 1:
+                self._grids[memory] = medium.profile.alignment
+        memories: tuple[MemoryInfo, ...] = ()
+        if profile.memory is not None:
+            memory_profile = profile.memory
+            memories = (
+                MemoryInfo(
+                    own,
+                    memory_profile.capacity,
+                    memory_profile.alignment,
+                    memory_profile.byte_addressable,
+                    memory_profile.persistent,
+                ),
+            )
+        kernels = any(e.kernels for e in profile.executors)
+        return DeviceInfo(
+            name=self._name,
+            kind=profile.kind,
+            provenance="emulated",
+            memories=memories,
+            executors=tuple(executors),
+            arithmetic=Arithmetic(MICROKERNEL) if kernels else None,
+            numa_node=self._numa_node,
+            dilation=self._fabric.dilation,
+            guesses=profile.guesses,
+            notes={
+                "profile": profile.name,
+                "summary": profile.summary,
+                "queues": "; ".join(layout) or "none",
+                "arbitration": ARBITRATION,
+            },
+        )

@@ -1,0 +1,298 @@
+"""The fabric: what the emulated devices of one platform share. Media, links, jobs in flight, and the way to bytes.
+
+There is one fabric per site, made by the first emulated device. It turns the provisional finishes of the timing
+transition into calls on the platform's clock: a *job* is a command under way, made of flows that end independently; it
+is due when the last of them has ended and its latency has passed. Time goes as in timing.py under both clocks; on the
+wall clock a late wake-up does not move the model, because flows leave at the times at which they really end.
+
+Links are metered: bytes when a job has ended, busy time as the union over both directions. `busy_ns` already contains
+the rest of what is under way, so it is exact whenever nothing is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Launch, verb
+from tierloop.devices.completion import Completion
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.kernels.contract import Dense
+from tierloop.devices.platform_file import Hop, LinkSpec, Topology
+from tierloop.devices.regions import Region
+from tierloop.devices.site import Occupancy, Site
+from tierloop.emulators.profile import MemoryProfile
+from tierloop.emulators.store import Store
+from tierloop.emulators.timing import FAR, Flow, Flows, Route
+from tierloop.firmware_models.media import WHOLE, Firmware
+
+NS = 1_000_000_000
+
+
+class Link:
+    """A link's meter, and the resources of its two directions (the same one twice if it is half duplex)."""
+
+    __slots__ = ("_until", "back", "busy_ns", "bytes_back", "bytes_forward", "forward", "latency_ns", "name", "spec")
+
+    def __init__(self, spec: LinkSpec, flows: Flows) -> None:
+        self.name = spec.name
+        self.spec = spec
+        self.latency_ns = spec.latency_ns
+        self.bytes_forward = 0
+        self.bytes_back = 0
+        self.busy_ns = 0
+        self._until = 0
+        if spec.duplex == "full":
+            self.forward = (flows.add(spec.forward_bytes_per_s), 1)
+            self.back = (flows.add(spec.back_bytes_per_s), 1)
+        else:
+            wire, forward, back = _two_rates(flows, spec.forward_bytes_per_s, spec.back_bytes_per_s)
+            self.forward, self.back = (wire, forward), (wire, back)
+
+    def extend(self, now: int, until: int) -> None:
+        """A flow occupies the link from now on until (provisionally) `until`."""
+        if now >= self._until:
+            self.busy_ns += until - now
+            self._until = until
+        elif until > self._until:
+            self.busy_ns += until - self._until
+            self._until = until
+
+    def revise(self, flows: Flows, now: int) -> None:
+        """Finishes of flows on this link have moved: it is busy until the last of them."""
+        users = flows.users[self.forward[0]] + flows.users[self.back[0]]
+        until = max((flow.finish for flow in users), default=now)
+        self.busy_ns += until - self._until
+        self._until = until
+
+
+Leg = tuple[Link, str]
+"""A link and the direction in which data goes over it."""
+
+
+class Medium:
+    """A memory as the fabric sees it: its store, and the resource that its accesses share.
+
+    `units` holds what a byte read and a byte written cost of the resource (0 where the firmware says what it costs).
+    """
+
+    def __init__(
+        self, name: str, profile: MemoryProfile, store: Store, firmware: Firmware | None, flows: Flows
+    ) -> None:
+        self.name = name
+        self.profile = profile
+        self.store = store
+        self.firmware = firmware
+        if firmware is None:
+            self.resource, *units = _two_rates(flows, profile.read_bytes_per_s, profile.write_bytes_per_s)
+            self.read_units, self.write_units = units
+            self.route = Route([(self.resource, self.read_units)], flows.capacity)
+        else:
+            self.resource = flows.add(WHOLE * NS)
+            self.read_units = self.write_units = 0
+            self.route = Route([(self.resource, 1)], flows.capacity)
+
+
+class Demand(NamedTuple):
+    """One flow of a job: `work` units along a route, at most `cap` units/s, and `latency_ns` once it has ended.
+
+    `legs` are the links on the way, each of which carries `work` bytes.
+    """
+
+    route: Route
+    work: int
+    cap: int
+    latency_ns: int
+    legs: tuple[Leg, ...]
+
+
+class Job:
+    """A command under way. `end` is called once, on the clock's thread, when it is due (`over` is set by then).
+
+    `note` is whatever the owner keeps with it.
+    """
+
+    __slots__ = ("completion", "due", "end", "event", "fixed_ns", "flows", "note", "over")
+
+    def __init__(self, completion: Completion, fixed_ns: int, end: Callable[[Job], None], note: Any = None) -> None:
+        self.completion = completion
+        self.fixed_ns = fixed_ns
+        self.end = end
+        self.note = note
+        self.flows: list[tuple[Flow, Demand]] = []
+        self.due = 0
+        self.event = FAR
+        self.over = False
+
+
+class Fabric:
+    """Shared by all emulated devices of a site; get it with `Fabric.of(site)`."""
+
+    def __init__(self, site: Site, topology: Topology) -> None:
+        self.site = site
+        self.clock = site.clock
+        self.topology = topology
+        self.dilation = topology.dilation
+        self.flows = Flows(topology.dilation)
+        self.media: dict[str, Medium] = {}
+        self.links = {name: Link(spec, self.flows) for name, spec in topology.links.items()}
+        self.users: list[Callable[[Region], bool]] = []
+        self._tick_at = FAR
+        site.links.update(self.links)
+
+    @classmethod
+    def of(cls, site: Site) -> Fabric:
+        """The site's fabric, made when it is first asked for."""
+        if "fabric" not in site.shared:
+            site.shared["fabric"] = cls(site, site.shared.get("topology", Topology()))
+        fabric = site.shared["fabric"]
+        assert isinstance(fabric, Fabric)
+        return fabric
+
+    def legs(self, route: tuple[Hop, ...], write: bool) -> tuple[Leg, ...]:
+        """The links of a route with the direction in which data goes: along the route if it is written."""
+        legs = []
+        for name, direction in route:
+            if name not in self.links:
+                raise ConfigurationError(f"reaches: no link {name!r}; {nearest(name, list(self.links))}")
+            back = "back" if direction == "forward" else "forward"
+            legs.append((self.links[name], direction if write else back))
+        return tuple(legs)
+
+    def begin(self, job: Job, demands: list[Demand], now: int) -> None:
+        """Start a job's flows at `now`; its `end` is called when it is due."""
+        flows = self.flows
+        if flows.shared:
+            flows.advance(now)
+            self._follow(now)
+        due = now
+        for demand in demands:
+            flow = flows.arrive(now, demand.work, demand.route, demand.cap, job)
+            job.flows.append((flow, demand))
+            ends = flow.finish + demand.latency_ns
+            if ends > due:
+                due = ends
+            for link, _ in demand.legs:
+                link.extend(now, flow.finish)
+        if flows.moved:
+            self._follow(now)
+        else:
+            job.due = job.event = due + job.fixed_ns
+            self.clock.call_at(job.due, self._fire, job)
+        if flows.shared:
+            self._watch()
+
+    def predict(self, demands: list[Demand], now: int) -> int:
+        """When the last of these flows would end, latency included, if they began now and nothing else came."""
+        flows = self.flows
+        used = [resource for demand in demands for resource, _ in demand.route.demands]
+        if len(set(used)) == len(used) and all(flows.free(demand.route, now) for demand in demands):
+            return max((now + self._alone_ns(d) + d.latency_ns for d in demands), default=now)
+        twin = flows.copy()
+        twin.advance(now)
+        started = [(twin.arrive(now, d.work, d.route, d.cap), d) for d in demands]
+        while any(flow in twin.shared for flow, _ in started):
+            twin.advance(twin.next_departure())
+        return max((flow.finish + d.latency_ns for flow, d in started), default=now)
+
+    def abandon(self, job: Job) -> None:
+        """The job's device was closed: its flows leave now, and `end` is not called any more."""
+        now = self.clock.now()
+        self.flows.advance(now)
+        for flow, _ in job.flows:
+            if flow.finish > now:
+                self.flows.leave(flow, now)
+        job.over = True
+        for _, demand in job.flows:
+            for link, _ in demand.legs:
+                link.revise(self.flows, now)
+        self._follow(now)
+
+    def bytes_of(self, region: Region) -> NDArray[np.uint8]:
+        """The bytes of a region, emulated or the host's own: uint8 (nbytes,)."""
+        medium = self.media.get(region.memory)
+        array = region.view if medium is None else medium.store.bytes_of(region)
+        assert array is not None, f"{region} has bytes: submit has made sure"
+        return array
+
+    def settle(self, job: Job) -> None:
+        """Count what an ended job has moved over links."""
+        observers = self.site.link_observers
+        for flow, demand in job.flows:
+            for link, direction in demand.legs:
+                if direction == "forward":
+                    link.bytes_forward += demand.work
+                else:
+                    link.bytes_back += demand.work
+                if observers and demand.work:
+                    stretch = Occupancy(
+                        link.name, direction, flow.start, flow.finish, demand.work, _label(job.completion)
+                    )
+                    for observe in observers:
+                        observe(stretch)
+
+    def _alone_ns(self, demand: Demand) -> int:
+        return -(-demand.work * NS * self.dilation // min(demand.route.rate, demand.cap)) if demand.work else 0
+
+    def _fire(self, job: Job) -> None:
+        if job.over or self.clock.now() < job.event:
+            return
+        if job.due > self.clock.now():
+            job.event = job.due
+            self.clock.call_at(job.due, self._fire, job)
+            return
+        job.over = True
+        job.end(job)
+
+    def _follow(self, now: int) -> None:
+        """Bring jobs and meters up to date with the flows that have moved."""
+        moved, self.flows.moved = self.flows.moved, []
+        jobs: dict[Job, None] = {}
+        links: dict[Link, None] = {}
+        for flow in moved:
+            job: Job = flow.owner
+            jobs[job] = None
+        for job in jobs:
+            if job.over:
+                continue
+            job.due = max(flow.finish + demand.latency_ns for flow, demand in job.flows) + job.fixed_ns
+            if job.due < job.event:
+                job.event = job.due
+                self.clock.call_at(job.due, self._fire, job)
+            for _, demand in job.flows:
+                links.update((link, None) for link, _ in demand.legs)
+        for link in links:
+            link.revise(self.flows, now)
+
+    def _watch(self) -> None:
+        departure = self.flows.next_departure()
+        if departure < self._tick_at:
+            self._tick_at = departure
+            self.clock.call_at(departure, self._tick, departure)
+
+    def _tick(self, at: int) -> None:
+        if at != self._tick_at:
+            return
+        self._tick_at = FAR
+        self.flows.advance(at)
+        self._follow(at)
+        self._watch()
+
+
+def _two_rates(flows: Flows, one: int, other: int) -> tuple[int, int, int]:
+    """A resource that is shared at two rates: its number and what a byte costs of it at each, in whole units."""
+    if one == other:
+        return flows.add(one), 1, 1
+    common = math.lcm(one, other)
+    return flows.add(common), common // one, common // other
+
+
+def _label(completion: Completion) -> str:
+    command = completion.command
+    dense = isinstance(command, Launch) and isinstance(command.args, Dense)
+    name = command.args.label if dense else verb(command)  # type: ignore[union-attr]
+    return f"{completion.device} {name}"

@@ -1,0 +1,91 @@
+"""Where the bytes are moved and the kernels run that an emulated command stands for.
+
+On the virtual clock that happens when the command ends, on the clock's thread: results appear at completion, and a
+command that forgot a dependency reads what was there before. On the wall clock it begins when the command starts, on a
+thread of a small pool shared by the site's devices (the kernels release the GIL), and the completion is held until
+both the work is done and the time has come; small transfers are done when their time has come, since handing them over
+would take longer. Order is safe either way: nothing that comes after a command starts before it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write, verb
+from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Timeout
+from tierloop.devices.kernels import copy_bytes, run, warm_up
+from tierloop.emulators.fabric import Fabric
+
+SMALL_NBYTES = 32 << 10
+CLOSE_TIMEOUT_S = 60
+
+Outcome = tuple[int, DeviceError | None]
+"""Floating-point operations done, and why it failed."""
+
+
+class Numerics:
+    """Runs commands against the bytes of the fabric's memories; shared by the devices of a site."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+        self._cores = os.cpu_count() or 1
+        self._pool: ThreadPoolExecutor | None = None
+        if not fabric.clock.virtual:
+            warm_up()  # a kernel that compiles while its time runs would break the promise
+
+    @classmethod
+    def of(cls, fabric: Fabric) -> Numerics:
+        """The site's numerics."""
+        shared = fabric.site.shared
+        if "numerics" not in shared:
+            shared["numerics"] = cls(fabric)
+        numerics = shared["numerics"]
+        assert isinstance(numerics, Numerics)
+        return numerics
+
+    def now(self, device: str, command: Command, flops: int) -> Outcome:
+        """Carry a command out on this thread; `flops` is what its kernel computes, for kernels that do not count."""
+        return self._carry_out(device, command, flops, self._cores)
+
+    def begin(self, device: str, command: Command, flops: int, done: Callable[[Outcome], None]) -> Future[None] | None:
+        """Carry a command out on a thread; `done` is called there. None if it is too small to be worth it."""
+        if isinstance(command, (Read, Write, Copy)) and _nbytes(command) <= SMALL_NBYTES:
+            return None
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._cores, thread_name_prefix="emulator")
+        return self._pool.submit(lambda: done(self._carry_out(device, command, flops, 1)))
+
+    def leave(self, device: str, running: list[Future[None]]) -> None:
+        """Wait for a device's running work, so that no buffer is touched after it was closed. Raises Timeout."""
+        if wait(running, CLOSE_TIMEOUT_S).not_done:
+            raise Timeout(device, "close", f"a kernel was still running after {CLOSE_TIMEOUT_S} s")
+
+    def close(self) -> None:
+        """End the threads; they are made again when they are needed."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+    def _carry_out(self, device: str, command: Command, flops: int, threads: int) -> Outcome:
+        try:
+            if isinstance(command, Launch):
+                return run(command, self._fabric.bytes_of, threads) or flops, None
+            if not isinstance(command, Flush):
+                copy_bytes(command, self._fabric.bytes_of)
+            return 0, None
+        except DeviceError as error:
+            return 0, error
+        except Exception as error:
+            op = verb(command)
+            if isinstance(error, ValueError) and op != "dense":  # what kernels find wrong in a launch
+                failure: DeviceError = OutOfRange(device, op, str(error))
+            else:
+                failure = ProtocolError(device, op, f"it failed while it ran: {error!r}")
+            failure.__cause__ = error
+            return 0, failure
+
+
+def _nbytes(command: Read | Write | Copy) -> int:
+    return (command.target if isinstance(command, Write) else command.source).spans.nbytes

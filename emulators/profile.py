@@ -1,0 +1,287 @@
+"""Profiles: a device as data. Its memory, its executors, and a source for every constant.
+
+A profile is a TOML file of the folder `profiles`, or one that a platform file names by path. Numbers that describe the
+device are tables `{ value = …, source = "…" }`:
+
+- a source that begins with `assumed:` says that the value was chosen here, and why;
+- a source that begins with `defined:` belongs to a made-up machine: there is nothing that it could be wrong about;
+- the value "unknown" is allowed where leaving the effect out makes sense: such a latency or overhead counts 0, such a
+  rate or limit does not limit.
+
+Constants that are used and assumed or unknown are listed in `guesses`, and a result that rests on one is reported as
+`extrapolated`. What is structure (kernels, verbs, queues, alignment) is written plainly. A platform may set constants
+(`constants`), leave executors out or put optional ones in (`executors`), and change the `capacity`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.info import Coherence
+from tierloop.devices.kernels.contract import DTYPES, KERNELS
+from tierloop.devices.platform_file import LATENCIES, RATES
+from tierloop.devices.tables import Table, read_toml
+from tierloop.firmware_models.flash import FlashGeometry
+from tierloop.firmware_models.pnm import PnmGeometry
+
+FOLDER = Path(__file__).parent / "profiles"
+SIZES = (1, 1 << 50)
+"""Allowed sizes in bytes: up to 1 PiB."""
+FLOPS = (10**6, 10**18)
+_COUNTS = (1, 1 << 20)
+_VERBS = frozenset({"read", "write", "copy", "flush"})
+_KINDS = ("gpu", "cpu", "cxl", "nvme", "pnm")
+_COHERENCES = ("host-only", "snooping", "none")
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Sizes in bytes, rates in bytes/s, latency in ns. Rates are 0 where they follow from `flash` or `pnm`."""
+
+    capacity: int
+    alignment: int
+    byte_addressable: bool
+    persistent: bool
+    latency_ns: int
+    read_bytes_per_s: int = 0
+    write_bytes_per_s: int = 0
+    flash: FlashGeometry | None = None
+    pnm: PnmGeometry | None = None
+
+
+@dataclass(frozen=True)
+class ExecutorProfile:
+    """An executor. Times in ns, rates per second; 0 for what is not limited.
+
+    Every command costs `overhead_ns`, and `span_ns` for each span that it moves. `mlp_lines` 64-byte lines are under
+    way at a time on each path, which caps its rate at lines · 64 B / latency; `bytes_per_s` caps all transfers at once.
+    """
+
+    name: str
+    kind: Literal["cores", "gpu", "pnm", "dma"]
+    queues: int
+    depth: int
+    verbs: frozenset[str]
+    kernels: frozenset[str]
+    dtypes: frozenset[str]
+    coherence: Coherence
+    weight: int
+    largest_transfer: int
+    overhead_ns: int
+    span_ns: int = 0
+    flops_per_s: int = 0
+    dense_flops_per_s: int = 0
+    mlp_lines: int = 0
+    bytes_per_s: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A device as read from its file, with the changes of the platform. `sources` maps each constant to its source."""
+
+    name: str
+    kind: Literal["gpu", "cpu", "cxl", "nvme", "pnm"]
+    summary: str
+    memory: MemoryProfile | None
+    executors: tuple[ExecutorProfile, ...]
+    guesses: tuple[str, ...]
+    sources: dict[str, str]
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that ship with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def find_profile(name: str, folder: Path | None = None) -> Path:
+    """The file of a profile: a name, or a path ending in .toml, relative to `folder`. Raises ConfigurationError."""
+    if name.endswith(".toml"):
+        path = (folder or Path()) / name
+        if not path.is_file():
+            raise ConfigurationError(f"profile: there is no file {path}")
+        return path
+    path = FOLDER / f"{name}.toml"
+    if name not in profile_names():
+        raise ConfigurationError(f"profile: unknown profile {name!r}; {nearest(name, profile_names())}")
+    return path
+
+
+def read_profile(
+    path: Path,
+    capacity: int | None = None,
+    executors: tuple[str, ...] | None = None,
+    constants: Mapping[str, Any] | None = None,
+) -> Profile:
+    """Read and check a profile, with what a platform changes in it.
+
+    `executors` names those to make (default: all that are not optional); `constants` is a table shaped like the
+    profile, with plain numbers. Raises ConfigurationError naming file, key and what is allowed.
+    """
+    values = read_toml(path)
+    _set_constants(values, constants or {}, str(path), "")
+    table = Table(values, str(path))
+    reader = _Reader(table)
+    kind = table.text("kind", _KINDS)
+    summary = table.text("summary")
+    memory = reader.memory(table.table("memory"), capacity) if table.has("memory") else None
+    if memory is None and capacity is not None:
+        raise table.error("memory", "capacity was given, but the device has no memory")
+    made = reader.executors(table.tables("executors"), executors)
+    table.finish()
+    if memory is None and not made:
+        raise table.error("", "a device has a memory, executors, or both")
+    return Profile(path.stem, kind, summary, memory, made, tuple(reader.guesses), reader.sources)  # type: ignore[arg-type]  # checked
+
+
+class _Reader:
+    """Reads constants and remembers where they come from."""
+
+    def __init__(self, table: Table) -> None:
+        self.place = table.place
+        self.guesses: list[str] = []
+        self.sources: dict[str, str] = {}
+
+    def constant(
+        self, table: Table, key: str, low: int, high: int, unknown: int | None = None, absent: int | None = None
+    ) -> int:
+        """A sourced number; `unknown` is what counts where the profile does not know, `absent` where it is silent."""
+        if absent is not None and not table.has(key):
+            return absent
+        inner = table.table(key)
+        source = inner.text("source")
+        full = f"{table.prefix}.{key}"
+        if not source.strip():
+            raise inner.error("source", "empty; say where the number comes from")
+        given = inner.get("value")
+        if given == "unknown":
+            if unknown is None:
+                raise inner.error("value", f"unknown is not allowed here; allowed: a whole number from {low} to {high}")
+            value = unknown
+            self.guesses.append(f"{full}: unknown, {'not counted' if unknown == 0 else unknown}")
+        else:
+            value = inner.integer("value", low, high)
+            if source.startswith("assumed"):
+                self.guesses.append(f"{full} = {value}: {source}")
+        inner.finish()
+        self.sources[full] = source
+        return value
+
+    def memory(self, table: Table, capacity: int | None) -> MemoryProfile:
+        firmware = table.text("firmware", ("passthrough", "flash", "pnm"), default="passthrough")
+        if capacity is None:
+            capacity = self.constant(table, "capacity", *SIZES)
+        else:
+            table.has("capacity")
+            table.check_integer("capacity", capacity, *SIZES)
+        alignment = table.integer("alignment", 1, 1 << 20, default=1)
+        byte_addressable = table.flag("byte_addressable", default=True)
+        persistent = table.flag("persistent", default=False)
+        latency_ns = self.constant(table, "latency_ns", *LATENCIES, unknown=0)
+        read = write = 0
+        flash = pnm = None
+        try:
+            if firmware == "flash":
+                flash = self._flash(table.table("flash"), capacity, alignment)
+            elif firmware == "pnm":
+                pnm = self._pnm(table.table("pnm"))
+            else:
+                read = self.constant(table, "read_bytes_per_s", *RATES)
+                write = self.constant(table, "write_bytes_per_s", *RATES)
+        except ConfigurationError:
+            raise
+        except ValueError as error:
+            raise table.error(firmware, str(error)) from error
+        table.finish()
+        return MemoryProfile(
+            capacity, alignment, byte_addressable, persistent, latency_ns, read, write, flash=flash, pnm=pnm
+        )
+
+    def _flash(self, table: Table, capacity: int, unit_nbytes: int) -> FlashGeometry:
+        count = {
+            key: self.constant(table, key, *_COUNTS)
+            for key in ("page_nbytes", "planes", "channels", "dies_per_channel", "stripes_per_block", "spare_percent")
+        }
+        times = {key: self.constant(table, key, 1, LATENCIES[1]) for key in ("read_ns", "program_ns", "erase_ns")}
+        rate = self.constant(table, "channel_bytes_per_s", *RATES)
+        table.finish()
+        return FlashGeometry(capacity=capacity, unit_nbytes=unit_nbytes, channel_bytes_per_s=rate, **count, **times)
+
+    def _pnm(self, table: Table) -> PnmGeometry:
+        sizes = ("channels", "banks", "row_nbytes", "granule_nbytes", "burst_nbytes", "tile_nbytes", "engines")
+        count = {key: self.constant(table, key, *_COUNTS) for key in sizes}
+        rates = {key: self.constant(table, key, *RATES) for key in ("channel_bytes_per_s", "engine_bytes_per_s")}
+        times = {key: self.constant(table, key, *LATENCIES, unknown=0) for key in ("row_cycle_ns", "request_ns")}
+        sram = self.constant(table, "sram_nbytes", *SIZES, unknown=0, absent=0)
+        table.finish()
+        return PnmGeometry(sram_nbytes=sram, **count, **rates, **times)
+
+    def executors(self, tables: dict[str, Table], wanted: tuple[str, ...] | None) -> tuple[ExecutorProfile, ...]:
+        for name in wanted or ():
+            if name not in tables:
+                raise ConfigurationError(
+                    f"{self.place}: executors: no executor {name!r}; {nearest(name, list(tables))}"
+                )
+        made = []
+        for name, table in tables.items():
+            guesses, sources = list(self.guesses), dict(self.sources)
+            optional = table.flag("optional", default=False)
+            executor = self._executor(name, table)
+            if name in wanted if wanted is not None else not optional:
+                made.append(executor)
+            else:
+                self.guesses, self.sources = guesses, sources
+        return tuple(made)
+
+    def _executor(self, name: str, table: Table) -> ExecutorProfile:
+        kernels = self._subset(table, "kernels", KERNELS)
+        verbs = self._subset(table, "verbs", _VERBS)
+        if not kernels and not verbs:
+            raise table.error("", "an executor has kernels, verbs, or both")
+        flops = self.constant(table, "flops_per_s", *FLOPS, unknown=0) if kernels else 0
+        dense = self.constant(table, "dense_flops_per_s", *FLOPS, unknown=0, absent=flops) if kernels else 0
+        executor = ExecutorProfile(
+            name=name,
+            kind=table.text("kind", ("cores", "gpu", "pnm", "dma")),  # type: ignore[arg-type]  # checked
+            queues=table.integer("queues", 1, 256, default=1),
+            depth=table.integer("depth", 1, 1 << 16, default=4096),
+            verbs=verbs,
+            kernels=kernels,
+            dtypes=self._subset(table, "dtypes", DTYPES),
+            coherence=table.text("coherence", _COHERENCES, default="snooping"),  # type: ignore[arg-type]  # checked
+            weight=table.integer("weight", 1, 1024, default=1),
+            largest_transfer=table.integer("largest_transfer", 0, SIZES[1], default=0),
+            overhead_ns=self.constant(table, "overhead_ns", *LATENCIES, unknown=0),
+            span_ns=self.constant(table, "span_ns", *LATENCIES, unknown=0, absent=0),
+            flops_per_s=flops,
+            dense_flops_per_s=dense,
+            mlp_lines=self.constant(table, "mlp_lines", *_COUNTS, unknown=0, absent=0),
+            bytes_per_s=self.constant(table, "bytes_per_s", *RATES, unknown=0, absent=0),
+        )
+        table.finish()
+        return executor
+
+    def _subset(self, table: Table, key: str, allowed: frozenset[str]) -> frozenset[str]:
+        for name in table.names(key, ()):
+            if name not in allowed:
+                raise table.error(key, f"unknown name {name!r}; {nearest(name, sorted(allowed))}")
+        return frozenset(table.names(key, ()))
+
+
+def _set_constants(values: dict[str, Any], constants: Mapping[str, Any], place: str, prefix: str) -> None:
+    """Put a platform's numbers in the place of a profile's; a key that the profile does not have is refused."""
+    for key, value in constants.items():
+        full = f"{prefix}{key}"
+        if key not in values or not isinstance(values[key], dict):
+            tables = [k for k, v in values.items() if isinstance(v, dict)]
+            raise ConfigurationError(f"{place}: constants.{full}: no such constant; {nearest(key, tables)}")
+        if isinstance(value, Mapping):
+            _set_constants(values[key], value, place, f"{full}.")
+        elif "value" not in values[key] and "source" not in values[key]:
+            raise ConfigurationError(f"{place}: constants.{full}: {value!r} given; this is a table of constants")
+        else:
+            values[key] = {"value": copy.deepcopy(value), "source": "set by the platform"}

@@ -1,0 +1,112 @@
+"""Stores: the bytes of an emulated memory, and how many of them there are.
+
+A region is an anonymous mapping of its own, zeroed and backed by the host only where it is touched; with `backing` it
+is a sparse file in that folder instead, unlinked at once, so that a large drive does not have to fit the host's
+memory. A phantom region counts against the capacity and has no bytes. `Region.view` stays None: the host reaches the
+bytes through commands only, as it would with a device.
+
+Where the medium needs addresses (flash, PNM), regions lie in one piece each on the medium, first fit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.drivers.extents import Extents
+from tierloop.devices.errors import OutOfMemory, OutOfRange
+from tierloop.devices.regions import Region
+
+_HUGE = 1 << 21
+
+
+class Store:
+    """The regions of one memory. `used` counts bytes of live regions, rounded up to the grid."""
+
+    def __init__(self, name: str, capacity: int, grid: int, addressed: bool, backing: Path | None = None) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.used = 0
+        self._grid = grid
+        self._extents = Extents(capacity, grid) if addressed else None
+        self._backing = backing
+        self._next_id = 0
+        self._bytes: dict[Region, NDArray[np.uint8] | None] = {}
+        self._addresses: dict[Region, int] = {}
+
+    def alloc(self, nbytes: int, phantom: bool) -> Region:
+        """Allocate zeroed bytes. Raises OutOfRange or OutOfMemory."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer)) or nbytes < 1:
+            raise OutOfRange(self.name, "alloc", f"{nbytes!r} bytes; at least 1")
+        nbytes = int(nbytes)
+        size = self._size(nbytes)
+        address = 0
+        if self._extents is not None and size <= self.capacity - self.used:
+            taken = self._extents.take(nbytes)
+            if taken is None:
+                raise OutOfMemory(
+                    self.name,
+                    "alloc",
+                    f"{nbytes} bytes: {self.capacity - self.used} of {self.capacity} are free, but the largest piece "
+                    f"has {self._extents.largest_hole}",
+                )
+            address = taken
+        elif size > self.capacity - self.used:
+            raise OutOfMemory(
+                self.name, "alloc", f"{nbytes} bytes: {self.capacity - self.used} of {self.capacity} are free"
+            )
+        region = Region(self.name, self.name, self._next_id, nbytes, phantom)
+        try:
+            self._bytes[region] = None if phantom else self._map(nbytes)
+        except (OSError, MemoryError, ValueError) as error:
+            if self._extents is not None:
+                self._extents.give(address, nbytes)
+            raise OutOfMemory(
+                self.name, "alloc", f"{nbytes} bytes: the host has nothing to back them with: {error}"
+            ) from error
+        self._next_id += 1
+        self.used += size
+        if self._extents is not None:
+            self._addresses[region] = address
+        return region
+
+    def free(self, region: Region) -> None:
+        """Give a region back. Raises OutOfRange if it is not of this store or freed already."""
+        if region not in self._bytes:
+            raise OutOfRange(self.name, "free", f"{region} is not a region of this device, or is freed")
+        del self._bytes[region]
+        region.freed = True
+        self.used -= self._size(region.nbytes)
+        if self._extents is not None:
+            self._extents.give(self._addresses.pop(region), region.nbytes)
+
+    def bytes_of(self, region: Region) -> NDArray[np.uint8] | None:
+        """A region's bytes, uint8 (nbytes,); None if it is phantom or not of this store."""
+        return self._bytes.get(region)
+
+    def address(self, region: Region) -> int:
+        """Where a region begins on the medium; 0 where addresses mean nothing."""
+        return self._addresses.get(region, 0)
+
+    def close(self) -> None:
+        """Free everything."""
+        for region in list(self._bytes):
+            self.free(region)
+
+    def _size(self, nbytes: int) -> int:
+        return -(-nbytes // self._grid) * self._grid
+
+    def _map(self, nbytes: int) -> NDArray[np.uint8]:
+        if self._backing is None:
+            memory = mmap.mmap(-1, nbytes)
+            if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            with tempfile.TemporaryFile(dir=self._backing) as file:
+                file.truncate(nbytes)
+                memory = mmap.mmap(file.fileno(), nbytes)
+        return np.frombuffer(memory, dtype=np.uint8)

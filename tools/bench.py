@@ -1,0 +1,278 @@
+"""`tierloop bench`: what emulation costs on this machine, each number as a ratio to its limit, all in one run.
+
+Absolute speed says little on a shared machine; ratios of things that ran side by side do. Nothing is timed before it
+was run once (compilation), and every figure is the best or the median of several tries.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from tierloop.devices.clocks import WallClock
+from tierloop.devices.commands import Copy, Launch
+from tierloop.devices.device import Device
+from tierloop.devices.kernels.contract import Attend
+from tierloop.devices.platform import Platform
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.spans import Spans
+from tierloop.devices.waiting import wait, write_bytes
+from tierloop.tools import options
+from tierloop.tools.comparing import FAILED
+from tierloop.tools.console import progress, results, say
+
+if TYPE_CHECKING:
+    from tierloop.runtime.compare import PolicyRequest
+
+SPAN_COUNTS = (1, 4096)
+COMMAND_LIMIT_NS = 10_000
+SPAN_LIMIT_NS = 20
+STEP_LIMIT = 1.5
+DTYPES = {"float32": 4, "bfloat16": 2}
+_ROWS = 64 * 1024
+_HEADS, _GROUP, _HEAD_DIM, _SPLIT = 4, 4, 64, 64
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number, and how it stands to its limit: a ratio above 1 exceeds it. `limit` 0: nothing is promised."""
+
+    name: str
+    value: float
+    unit: str
+    limit: float
+    ratio: float
+    note: str = ""
+
+    @property
+    def within(self) -> bool:
+        """Whether the limit is kept."""
+        return self.limit == 0 or self.ratio <= 1
+
+
+def bench(
+    model: options.ModelSource = "smollm2-135m",
+    prompt_tokens: options.PromptTokens = 4096,
+    tokens: options.NewTokens = 6,
+    cache: options.Cache = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 if a limit is exceeded.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """What emulation costs on this machine, as ratios. Takes a minute; close other programs first.
+
+    Exit codes: 0 good, 1 a limit was exceeded (with --strict) or an attention output was wrong, 2 the input was wrong.
+    """
+    with results(as_json) as shown:
+        say("emulated commands")
+        figures = command_figures()
+        say("attention kernel")
+        figures += attend_figures()
+        say("decode step")
+        figures.append(step_figure(model, prompt_tokens, tokens, cache))
+        shown.json({"figures": [{**asdict(figure), "within": figure.within} for figure in figures]})
+        table = Table(header_style="bold")
+        for heading in ("what", "value", "limit", "ratio", ""):
+            table.add_column(heading, justify="left" if heading in ("what", "") else "right")
+        for figure in figures:
+            limit = f"{figure.limit:,.3g} {figure.unit}" if figure.limit else ""
+            mark = figure.note if figure.within else f"ABOVE ITS LIMIT {figure.note}"
+            table.add_row(figure.name, f"{figure.value:,.3g} {figure.unit}", limit, f"{figure.ratio:.2f}", mark)
+        shown.show(table)
+    if strict and not all(figure.within for figure in figures):
+        raise typer.Exit(FAILED)
+
+
+def command_figures() -> list[Figure]:
+    """Python cost of one emulated command on the virtual clock, without and with the bytes it moves."""
+    from tierloop.devices.registry import open_platform
+
+    with open_platform("demo", clock="virtual") as platform:
+        source, target, device, queue = _copier(platform)
+        figures = []
+        for count in SPAN_COUNTS:
+            limit = COMMAND_LIMIT_NS + SPAN_LIMIT_NS * count
+            for phantom in (True, False):
+                cost = _command_cost(platform, device, queue, source, target, count, phantom)
+                what = f"emulated copy of {count:,} span{'s' if count > 1 else ''}"
+                if phantom:
+                    figures.append(Figure(f"{what}, without its bytes", cost / 1000, "µs", limit / 1000, cost / limit))
+                else:
+                    figures.append(Figure(f"{what}, with its bytes", cost / 1000, "µs", 0, cost / limit))
+    return figures
+
+
+def _copier(platform: Platform) -> tuple[str, str, Device, int]:
+    """Two memories and a queue of an executor that copies between them."""
+    for device, executor in platform.executors():
+        reached = [path.memory for path in executor.paths]
+        if "copy" in executor.verbs and len(reached) > 1 and device.info.provenance == "emulated":
+            return reached[0], reached[1], device, executor.queues[0]
+    raise AssertionError(f"no executor of platform {platform.name} copies between two memories")
+
+
+def _command_cost(
+    platform: Platform, device: Device, queue: int, source: str, target: str, count: int, phantom: bool
+) -> float:
+    """ns per command, best of five batches of 200."""
+    nbytes = 4096
+    ends = []
+    for memory in (source, target):
+        region = platform.memory_owner(memory).alloc(count * nbytes, memory, phantom)
+        ends.append(Segment(region, Spans.equal(np.arange(count, dtype=np.int64) * nbytes, nbytes)))
+    command = Copy(ends[0], ends[1])
+    rounds = 200 if count == 1 or phantom else 5
+
+    def batch() -> None:
+        wait(platform.clock, [device.submit(command, queue) for _ in range(rounds)])
+
+    batch()
+    best = min(_timed(batch) for _ in range(5)) / rounds
+    for segment in ends:
+        platform.free(segment.region)
+    return best
+
+
+def attend_figures() -> list[Figure]:
+    """Bytes of KV per second through the cpu driver's attention, against what the memory can be read at."""
+    from tierloop.devices.registry import open_device
+
+    read_limit = memory_read_rate()
+    figures = [Figure("memory read, two threads", read_limit / 1e9, "GB/s", 0, 1.0)]
+    for dtype, itemsize in DTYPES.items():
+        device = open_device("cpu")
+        try:
+            rate = _attend_rate(device, dtype, itemsize)
+        finally:
+            device.close()
+        name = f"attend, {dtype}, group {_GROUP}, head_dim {_HEAD_DIM}"
+        figures.append(Figure(name, rate / 1e9, "GB/s", 0, rate / read_limit, "of the memory read"))
+    return figures
+
+
+def _timed(call: Callable[[], Any]) -> int:
+    begun = time.perf_counter_ns()
+    call()
+    return max(1, time.perf_counter_ns() - begun)
+
+
+def memory_read_rate() -> float:
+    """Bytes/s at which two threads read 256 MiB, best of seven."""
+    halves = np.array_split(np.ones(32 << 20, dtype=np.uint64), 2)
+    with ThreadPoolExecutor(2) as pool:
+        best = min(_timed(lambda: list(pool.map(np.bitwise_or.reduce, halves))) for _ in range(7))
+    return sum(half.nbytes for half in halves) * 1e9 / best
+
+
+def step_figure(model_source: str, prompt_tokens: int, tokens: int, cache: Any) -> Figure:
+    """Wall time of a decode step on `demo`, bytes moved included, against the same step of plain transformers."""
+    from tierloop.devices.registry import open_platform
+    from tierloop.runtime.compare import PolicyRequest, compare
+    from tierloop.runtime.models import load_model
+    from tierloop.runtime.prefill import generate_dense
+    from tierloop.runtime.workloads import needle_prompt
+
+    tokens = max(tokens, 3)
+    model = load_model(model_source, cache)
+    workload = needle_prompt(model, prompt_tokens, new_tokens=tokens)
+    plain, ours = _Steps(), _Steps()
+    with progress() as shown:
+        dense = generate_dense(
+            model, workload.token_ids, tokens, lambda n: (plain(n), shown("plain transformers", n, tokens))[1]
+        )
+
+        def advance(stage: str, done: int, total: int) -> None:
+            ours(done)
+            shown(stage, done, total)
+
+        def fresh(_: PolicyRequest) -> Platform:
+            return open_platform("demo", clock="virtual")
+
+        compare(
+            model,
+            workload,
+            fresh,
+            [PolicyRequest("split-all")],
+            num_tokens=tokens,
+            oracle=False,
+            dense=dense,
+            progress=advance,
+        )
+    ratio = ours.median_ns() / plain.median_ns()
+    note = f"split-all {ours.median_ns() / 1e6:.0f} ms, plain {plain.median_ns() / 1e6:.0f} ms"
+    return Figure(
+        "virtual-clock decode step of demo : plain transformers", ratio, "×", STEP_LIMIT, ratio / STEP_LIMIT, note
+    )
+
+
+class _Steps:
+    """Times between calls that say one more token is there."""
+
+    def __init__(self) -> None:
+        self._times: list[int] = []
+        self._last = -1
+
+    def __call__(self, done: int) -> None:
+        if done > self._last:
+            self._last = done
+            self._times.append(time.perf_counter_ns())
+
+    def median_ns(self) -> float:
+        """The median step, without the first, which holds the prefill or the placement."""
+        steps = [b - a for a, b in zip(self._times, self._times[1:], strict=False)]
+        return float(statistics.median(steps[1:]))
+
+
+def _attend_rate(device: Device, dtype: str, itemsize: int) -> float:
+    """Bytes of K and V per second, best of five launches over 64 Ki rows of each of four heads."""
+    clock = WallClock()
+    row = _HEAD_DIM * itemsize
+    sizes = {
+        "queries": _HEADS * _GROUP * _HEAD_DIM * 4,
+        "keys": _HEADS * _ROWS * row,
+        "values": _HEADS * _ROWS * row,
+    }
+    level = (_ROWS // _SPLIT - 1).bit_length()
+    roots = np.array([[0, head, level, 0] for head in range(_HEADS)], dtype=np.int64)
+    runs = np.array([[0, head, 0] for head in range(_HEADS)], dtype=np.int64)
+    positions = np.array([[_ROWS - 1]], dtype=np.int64)
+    args = Attend(
+        dtype,
+        1,
+        _HEADS,
+        _GROUP,
+        1,
+        _HEAD_DIM,
+        _HEAD_DIM,
+        _HEAD_DIM**-0.5,
+        _SPLIT,
+        runs,
+        positions,
+        roots,  # type: ignore[arg-type]
+    )
+    regions: dict[str, Region] = {name: device.alloc(nbytes) for name, nbytes in sizes.items()}
+    states = device.alloc(len(roots) * _GROUP * (2 + _HEAD_DIM) * 4)
+    noise = np.random.default_rng(0)
+    for name, nbytes in sizes.items():
+        numbers = noise.standard_normal(nbytes // 4, dtype=np.float32)
+        write_bytes(clock, device, regions[name].all(), numbers.view(np.uint8))
+    heads = Spans.equal(np.arange(_HEADS, dtype=np.int64) * _ROWS * row, _ROWS * row)
+    command = Launch(
+        args,
+        ((regions["queries"].all(),), (Segment(regions["keys"], heads),), (Segment(regions["values"], heads),)),
+        ((states.all(),),),
+    )
+
+    def launch() -> None:
+        wait(clock, device.submit(command))
+
+    launch()
+    best = min(_timed(launch) for _ in range(5))
+    return (sizes["keys"] + sizes["values"]) * 1e9 / best

@@ -80,7 +80,7 @@ def read_segments(command: Command) -> Operand:
     if isinstance(command, (Read, Copy)):
         return (command.source,)
     if isinstance(command, Launch):
-        return tuple(s for operand in command.reads for s in operand)
+        return tuple([s for operand in command.reads for s in operand])
     return ()
 
 
@@ -89,7 +89,7 @@ def write_segments(command: Command) -> Operand:
     if isinstance(command, (Write, Copy)):
         return (command.target,)
     if isinstance(command, Launch):
-        return tuple(s for operand in command.writes for s in operand)
+        return tuple([s for operand in command.writes for s in operand])
     return ()
 
 
@@ -104,12 +104,15 @@ class Traffic:
     __slots__ = ("phantom", "read", "written")
 
     def __init__(self, command: Command) -> None:
-        self.read: dict[str, int] = {}
-        self.written: dict[str, int] = {}
         self.phantom = False
-        for region, spans in read_segments(command):
-            self.read[region.memory] = self.read.get(region.memory, 0) + spans.nbytes
-            self.phantom = self.phantom or region.phantom
-        for region, spans in write_segments(command):
-            self.written[region.memory] = self.written.get(region.memory, 0) + spans.nbytes
-            self.phantom = self.phantom or region.phantom
+        self.read = self._count(read_segments(command))
+        self.written = self._count(write_segments(command))
+
+    def _count(self, segments: Operand) -> dict[str, int]:
+        count: dict[str, int] = {}
+        for region, spans in segments:
+            memory = region.memory
+            count[memory] = count[memory] + spans.nbytes if memory in count else spans.nbytes
+            if region.phantom:
+                self.phantom = True
+        return count

@@ -41,6 +41,9 @@ from tierloop.devices.kernels import contract
 from tierloop.devices.regions import Region
 
 
+_UINT8 = np.dtype(np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """What a command would cost if nothing else arrived: duration ± margin in ns, and how the device knows."""
@@ -85,11 +88,12 @@ def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
     Returns the command's traffic. Raises OutOfRange, Misaligned or Unsupported.
     """
     executor = info.executor_of(queue)
+    kind = type(command)
     op = verb(command)
     if executor is None:
         queues = sorted(q for e in info.executors for q in e.queues)
         raise OutOfRange(info.name, op, f"queue {queue} does not exist; queues: {queues}")
-    allowed = executor.kernels if isinstance(command, Launch) else executor.verbs
+    allowed = executor.kernels if kind is Launch else executor.verbs
     if op not in allowed:
         raise Unsupported(info.name, op, f"executor {executor.name} offers {sorted(executor.verbs | executor.kernels)}")
     for region, spans in segments(command):
@@ -113,7 +117,7 @@ def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
             info.name, op, f"{command.source.spans.nbytes} bytes do not fit {command.target.spans.nbytes} bytes"
         )
     largest = executor.largest_transfer
-    if largest and not isinstance(command, (Launch, Flush)) and _nbytes(command) > largest:
+    if largest and kind is not Launch and kind is not Flush and _nbytes(command) > largest:
         raise OutOfRange(info.name, op, f"{_nbytes(command)} bytes in one command; at most {largest}")
     return traffic
 
@@ -142,7 +146,7 @@ def _nbytes(command: Command) -> int:
 
 
 def _sizes(operands: tuple[Operand, ...]) -> list[tuple[int, int]]:
-    return [(sum(len(s) for _, s in operand), sum(s.nbytes for _, s in operand)) for operand in operands]
+    return [(sum([len(s) for _, s in operand]), sum([s.nbytes for _, s in operand])) for operand in operands]
 
 
 def _check_dtype(info: DeviceInfo, executor: ExecutorInfo, command: Launch, op: str) -> None:
@@ -156,9 +160,11 @@ def _check_buffer(info: DeviceInfo, command: Read | Write, op: str) -> None:
     segment = command.source if isinstance(command, Read) else command.target
     if not isinstance(buffer, np.ndarray):
         raise OutOfRange(info.name, op, f"host buffers are NumPy arrays, got {type(buffer).__name__}")
-    if buffer.dtype != "uint8" or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+    if buffer.dtype != _UINT8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise OutOfRange(
-            info.name, op, f"host buffers are C-contiguous uint8 (n,), got {buffer.dtype} {buffer.shape} {buffer.strides}"
+            info.name,
+            op,
+            f"host buffers are C-contiguous uint8 (n,), got {buffer.dtype} {buffer.shape} {buffer.strides}",
         )
     if buffer.nbytes != segment.spans.nbytes:
         raise OutOfRange(info.name, op, f"a buffer of {buffer.nbytes} bytes for spans of {segment.spans.nbytes} bytes")

@@ -10,13 +10,13 @@ prefill chunk, may need more, and then the run reports itself as invalid.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Launch
 from tierloop.devices.info import DeviceInfo, ExecutorInfo
 from tierloop.devices.kernels import run, warm_up
@@ -26,7 +26,7 @@ from tierloop.devices.regions import Region
 HEADROOM_PERCENT = 150
 """What `dilation = "auto"` takes of the smallest dilation: other programs and the runtime itself need the host too."""
 
-_ROWS = 4096
+_ROWS = 1 << 16
 _HEAD_DIM = 64
 _TRIES = 3
 
@@ -99,7 +99,7 @@ def _copy_speed() -> int:
     return max(source.nbytes * 1_000_000_000 // best, 1)
 
 
-def _timed(call: object) -> int:
-    start = time.perf_counter_ns()
-    call()  # type: ignore[operator]
-    return max(time.perf_counter_ns() - start, 1)
+def _timed(call: Callable[[], object]) -> int:
+    clock = WallClock()
+    call()
+    return max(clock.now(), 1)

@@ -15,33 +15,22 @@ All times are already multiplied by the dilation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from tierloop.devices.commands import Command, Flush, Launch, Operand, Read, Traffic, Write
+from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Traffic, Write
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.info import Path
 from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
-from tierloop.emulators.fabric import NS, Demand, Fabric, Leg, Medium
+from tierloop.emulators.fabric import NS, Cost, Demand, Fabric, Leg, Medium
 from tierloop.emulators.profile import ExecutorProfile
 from tierloop.emulators.timing import FAR, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
 LINE_NBYTES = 64
-
-
-class Cost(NamedTuple):
-    """`fixed_ns` comes after all demands; `media_nbytes` is what firmware-run media of the executor's device move."""
-
-    demands: list[Demand]
-    fixed_ns: int
-    flops: int
-    media_nbytes: int = 0
-    fault: str = ""
 
 
 class Reach:
@@ -99,8 +88,10 @@ class Costs:
                 f"executor {profile.name} reads and writes host buffers, so it has to reach the host memory "
                 f"{self._host}; it reaches {sorted(self._reach)}"
             )
-        self._routes: dict[tuple[str, str], Demand] = {}
-        self._rows: dict[tuple[str, str], tuple[Route, int, tuple[Leg, ...]]] = {}
+        self._overhead_ns = profile.overhead_ns * self._sigma
+        self._span_ns = profile.span_ns * self._sigma
+        self._transfers: dict[tuple[str, str], tuple[Route, int, bool]] = {}
+        self._rows: dict[tuple[str, str], tuple[Route, int]] = {}
 
     def paths(self) -> tuple[Path, ...]:
         """What the executor's paths are worth to a scheduler, in the platform's clock (dilated)."""
@@ -118,89 +109,88 @@ class Costs:
 
     def of(self, command: Command, traffic: Traffic, commit: bool) -> Cost:
         """The cost of a command; `commit` says that it is carried out, so the firmware's state changes."""
-        profile = self._profile
-        fixed_ns = profile.overhead_ns
-        if isinstance(command, Launch):
-            return self._launch(command, traffic, fixed_ns * self._sigma, commit)
-        if isinstance(command, Flush):
-            return Cost([], fixed_ns * self._sigma + self._reach[command.target.region.memory].latency_ns, 0)
+        kind = type(command)
         source = target = None
-        if isinstance(command, Read):
-            source = command.source
-            route = self._transfer(source.region.memory, self._host)
-        elif isinstance(command, Write):
-            target = command.target
-            route = self._transfer(self._host, target.region.memory)
+        if kind is Copy:
+            source, target = command.source, command.target  # type: ignore[union-attr]  # `kind` says so, 3 × cheaper
+            nbytes, spans = source.spans.nbytes, source.spans
+            key = (source.region.memory, target.region.memory)
+        elif kind is Read:
+            source = command.source  # type: ignore[union-attr]
+            nbytes, spans = source.spans.nbytes, source.spans
+            key = (source.region.memory, self._host)
+        elif kind is Write:
+            target = command.target  # type: ignore[union-attr]
+            nbytes, spans = target.spans.nbytes, target.spans
+            key = (self._host, target.region.memory)
+        elif isinstance(command, Launch):
+            return self._launch(command, traffic, commit)
         else:
-            source, target = command.source, command.target
-            route = self._transfer(source.region.memory, target.region.memory)
-        spans = (source or target).spans  # type: ignore[union-attr]  # each of the three has one or both
-        if profile.span_ns:
-            fixed_ns += profile.span_ns * len(spans)
-        nbytes = spans.nbytes
-        demands = [Demand(route.route, nbytes, FAR, route.latency_ns, route.legs)] if nbytes else []
-        cost = Cost(demands, fixed_ns * self._sigma, 0)
-        for segment, is_write in ((source, False), (target, True)):
-            if segment is not None and self._reach[segment.region.memory].firmware is not None:
-                cost = self._add_media(cost, segment.region.memory, (segment,), is_write, route, commit)
+            assert isinstance(command, Flush)
+            return Cost([], self._overhead_ns + self._reach[command.target.region.memory].latency_ns)
+        transfer = self._transfers.get(key) or self._transfer(*key)
+        route, latency_ns, on_firmware = transfer
+        cost = Cost([(route, nbytes, FAR, latency_ns)] if nbytes else [], self._overhead_ns)
+        if self._span_ns:
+            cost.fixed_ns += self._span_ns * len(spans)
+        if on_firmware:
+            if source is not None:
+                self._transfer_media(cost, source, False, route, latency_ns, commit)
+            if target is not None:
+                self._transfer_media(cost, target, True, route, latency_ns, commit)
         return cost
 
-    def _launch(self, command: Launch, traffic: Traffic, fixed_ns: int, commit: bool) -> Cost:
+    def _launch(self, command: Launch, traffic: Traffic, commit: bool) -> Cost:
         args = command.args
-        flops = contract.flops(args, [sum(s.nbytes for _, s in operand) for operand in command.reads])
-        dense = isinstance(args, Dense)
+        flops = contract.flops(args, [sum([s.nbytes for _, s in operand]) for operand in command.reads])
         demands: list[Demand] = []
+        cost = Cost(demands, self._overhead_ns, flops)
+        dense = isinstance(args, Dense)
         rate = self._profile.dense_flops_per_s if dense else self._profile.flops_per_s
         if flops and rate:
-            demands.append(Demand(self._engine, -(-flops * NS // rate), FAR, 0, ()))
+            demands.append((self._engine, -(-flops * NS // rate), FAR, 0))
         if isinstance(args, Dense) and self._own:
-            nbytes = args.weight_nbytes + args.activation_nbytes
-            if nbytes:
-                demands.append(self._row(self._own, "read", nbytes))
-        cost = Cost(demands, fixed_ns, flops)
+            self._move(demands, self._own, "read", args.weight_nbytes + args.activation_nbytes)
         for memory in {**traffic.read, **traffic.written}:
             if dense and memory == self._own:
                 continue
             reach = self._reach[memory]
             read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
             if reach.firmware is not None:
-                cost = self._add_kernel_media(cost, memory, command, commit)
+                reads = tuple(s for operand in command.reads for s in operand if s.region.memory == memory)
+                writes = tuple(s for operand in command.writes for s in operand if s.region.memory == memory)
+                self._media(cost, memory, self._ranges(reads), self._ranges(writes), reach.latency_ns, commit)
                 if not reach.hops:
                     continue
             if reach.one_flow:
                 read, written = read + written, 0
-            if read:
-                demands.append(self._row(memory, "read", read))
-            if written:
-                demands.append(self._row(memory, "write", written))
+            self._move(demands, memory, "read", read)
+            self._move(demands, memory, "write", written)
         return cost
 
-    def _add_kernel_media(self, cost: Cost, memory: str, command: Launch, commit: bool) -> Cost:
-        reads = tuple(s for operand in command.reads for s in operand if s.region.memory == memory)
-        writes = tuple(s for operand in command.writes for s in operand if s.region.memory == memory)
-        return self._media(
-            cost, memory, self._ranges(reads), self._ranges(writes), self._reach[memory].latency_ns, commit
-        )
-
-    def _add_media(
-        self, cost: Cost, memory: str, segments: Operand, is_write: bool, route: Demand, commit: bool
-    ) -> Cost:
-        medium = self._fabric.media[memory]
-        ranges = self._ranges(segments)
-        unit = min(medium.profile.alignment, int(ranges[:, 1].sum()))
-        tail_ns = -(-unit * NS * self._sigma // route.route.rate) if unit > 1 else 0
+    def _transfer_media(
+        self, cost: Cost, segment: Segment, is_write: bool, route: Route, latency_ns: int, commit: bool
+    ) -> None:
+        memory = segment.region.memory
+        if self._reach[memory].firmware is None:
+            return
+        ranges = self._ranges((segment,))
+        unit = min(self._fabric.media[memory].profile.alignment, segment.spans.nbytes)
+        if unit > 1:
+            latency_ns += -(-unit * NS * self._sigma // route.rate)
         reads, writes = (NOTHING, ranges) if is_write else (ranges, NOTHING)
-        return self._media(cost, memory, reads, writes, route.latency_ns + tail_ns, commit)
+        self._media(cost, memory, reads, writes, latency_ns, commit)
 
-    def _media(self, cost: Cost, memory: str, reads: Ranges, writes: Ranges, latency_ns: int, commit: bool) -> Cost:
+    def _media(self, cost: Cost, memory: str, reads: Ranges, writes: Ranges, latency_ns: int, commit: bool) -> None:
         medium = self._fabric.media[memory]
         firmware = medium.firmware
         assert firmware is not None
         work = firmware.access(reads, writes) if commit else firmware.plan(reads, writes)
         if work.alone_ns:
-            cost.demands.append(Demand(medium.route, work.alone_ns * work.share, work.share * NS, latency_ns, ()))
-        more = work.nbytes if memory == self._own else 0
-        return cost._replace(media_nbytes=cost.media_nbytes + more, fault=cost.fault or work.fault)
+            cost.demands.append((medium.route, work.alone_ns * work.share, work.share * NS, latency_ns))
+        if memory == self._own:
+            cost.media_nbytes += work.nbytes
+        cost.fault = cost.fault or work.fault
 
     def _ranges(self, segments: Sequence[Segment]) -> Ranges:
         if not segments:
@@ -215,35 +205,41 @@ class Costs:
             parts.append(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _transfer(self, source: str, target: str) -> Demand:
-        """The flow of a transfer, without its work; "" stands for host buffers on a platform without host memory."""
-        key = (source, target)
-        if key not in self._routes:
-            demands = list(self._copies)
-            legs: tuple[Leg, ...] = ()
-            latency_ns = 0
-            if source:
-                demands += self._reach[source].read
-                legs += self._reach[source].read_legs
-                latency_ns += self._reach[source].latency_ns
-            if target:
-                demands += self._reach[target].write
-                legs += self._reach[target].write_legs
-                latency_ns += self._reach[target].latency_ns
-            route = Route(demands, self._fabric.flows.capacity, self._profile.weight)
-            self._routes[key] = Demand(route, 0, FAR, latency_ns, legs)
-        return self._routes[key]
+    def _transfer(self, source: str, target: str) -> tuple[Route, int, bool]:
+        """Route and latency of a transfer, and whether firmware runs a medium on it.
 
-    def _row(self, memory: str, access: str, nbytes: int) -> Demand:
-        """The flow of a kernel's reads or writes on one memory."""
+        "" stands for host buffers on a platform without host memory.
+        """
+        demands = list(self._copies)
+        legs: tuple[Leg, ...] = ()
+        latency_ns = 0
+        on_firmware = False
+        if source:
+            demands += self._reach[source].read
+            legs += self._reach[source].read_legs
+            latency_ns += self._reach[source].latency_ns
+            on_firmware = self._reach[source].firmware is not None
+        if target:
+            demands += self._reach[target].write
+            legs += self._reach[target].write_legs
+            latency_ns += self._reach[target].latency_ns
+            on_firmware = on_firmware or self._reach[target].firmware is not None
+        route = Route(demands, self._fabric.flows.capacity, self._profile.weight, legs)
+        self._transfers[source, target] = (route, latency_ns, on_firmware)
+        return self._transfers[source, target]
+
+    def _move(self, demands: list[Demand], memory: str, access: str, nbytes: int) -> None:
+        """Add the flow of a kernel's reads or writes on one memory."""
+        if not nbytes:
+            return
         key = (memory, access)
         if key not in self._rows:
             reach = self._reach[memory]
-            demands, legs = (reach.read, reach.read_legs) if access == "read" else (reach.write, reach.write_legs)
-            route = Route(demands, self._fabric.flows.capacity, self._profile.weight)
-            self._rows[key] = (route, reach.latency_ns, legs)
-        route, latency_ns, legs = self._rows[key]
-        return Demand(route, nbytes, FAR, latency_ns, legs)
+            units, legs = (reach.read, reach.read_legs) if access == "read" else (reach.write, reach.write_legs)
+            route = Route(units, self._fabric.flows.capacity, self._profile.weight, legs)
+            self._rows[key] = (route, reach.latency_ns)
+        route, latency_ns = self._rows[key]
+        demands.append((route, nbytes, FAR, latency_ns))
 
     def _ceiling(self, reach: Reach, write: bool) -> int:
         demands = reach.write if write else reach.read

@@ -23,11 +23,10 @@ opened in any order; everything that a device reaches must be open by then. `fir
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from tierloop.devices.commands import Command, Launch, segments, verb
+from tierloop.devices.commands import Command, Launch, Traffic, segments, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
@@ -37,7 +36,7 @@ from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.tables import Table
-from tierloop.emulators.costs import Cost, Costs
+from tierloop.emulators.costs import Costs
 from tierloop.emulators.fabric import Fabric, Job, Medium
 from tierloop.emulators.numerics import Numerics, Outcome
 from tierloop.emulators.profile import Profile, find_profile, read_profile
@@ -72,18 +71,6 @@ def open_emulated(name: str, site: Site, options: dict[str, Any]) -> EmulatedDev
 open_emulated.emulated = True  # type: ignore[attr-defined]  # what the registry looks at before it opens anything
 
 
-class _Note:
-    """What a device keeps with a job: its cost and, on the wall clock, the work on a thread."""
-
-    __slots__ = ("cost", "future", "outcome", "waited_for")
-
-    def __init__(self, cost: Cost) -> None:
-        self.cost = cost
-        self.future: Future[None] | None = None
-        self.outcome: Outcome | None = None
-        self.waited_for = False
-
-
 class EmulatedDevice:
     """An opened emulated device; made by `open_emulated`."""
 
@@ -114,6 +101,7 @@ class EmulatedDevice:
         self._info: DeviceInfo | None = None
         self._costs: list[Costs] = []
         self._grids: dict[str, int] = {}
+        self._special = True
         self._jobs: dict[Completion, Job] = {}
         self._closed = False
         depth = max((e.depth for e in profile.executors), default=1)
@@ -180,7 +168,7 @@ class EmulatedDevice:
         traffic = self._check(command, queue)
         cost = self._costs[queue].of(command, traffic, commit=False)
         now = self._clock.now()
-        duration = self._fabric.predict(cost.demands, now) - now + cost.fixed_ns
+        duration = self._fabric.predict(cost.demands, now) + cost.fixed_ns - now
         margin = 0 if self._clock.virtual else -(-duration * LIMIT_PERCENT // 100)
         return Estimate(duration, margin, f"timing model of profile {self._profile.name}")
 
@@ -193,7 +181,7 @@ class EmulatedDevice:
             return
         self._closed = True
         try:
-            running = [job.note.future for job in self._jobs.values() if job.note.future is not None]
+            running = [job.future for job in self._jobs.values() if job.future is not None]
             self._numerics.leave(self._name, running)
         finally:
             for job in self._jobs.values():
@@ -208,8 +196,17 @@ class EmulatedDevice:
                 if self._store is not None:
                     self._store.close()
 
-    def _check(self, command: Command, queue: int) -> Any:
-        traffic = check(self.info, command, queue)
+    def _check(self, command: Command, queue: int) -> Traffic:
+        info = self._info
+        if info is None:
+            info = self.info
+        traffic = check(info, command, queue)
+        if self._special:
+            self._check_special(command)
+        return traffic
+
+    def _check_special(self, command: Command) -> None:
+        """What `check` does not know of: grids, memories of real devices, the SRAM of a PNM's engines."""
         for memory, grid in self._grids.items():
             check_alignment(self.info, command, memory, grid)
         media = self._fabric.media
@@ -221,18 +218,16 @@ class EmulatedDevice:
             wrong = self.firmware.too_large(queries, sum(s.spans.nbytes for o in command.writes for s in o))
             if wrong:
                 raise Unsupported(self._name, verb(command), wrong)
-        return traffic
 
     # -- carrying out -------------------------------------------------------------------------------------------
 
     def _start(self, completion: Completion) -> None:
-        cost = self._costs[completion.queue].of(completion.command, completion.traffic, commit=True)
-        note = _Note(cost)
-        job = Job(completion, cost.fixed_ns, self._due, note)
+        cost = self._costs[completion.queue].of(completion.command, completion.traffic, True)
+        job = Job(completion, cost, self._due)
         self._jobs[completion] = job
-        self._fabric.begin(job, cost.demands, completion.started_ns)
+        self._fabric.begin(job, completion.started_ns)
         if self._promises is not None and not cost.fault and not completion.traffic.phantom:
-            note.future = self._numerics.begin(
+            job.future = self._numerics.begin(
                 self._name,
                 completion.command,
                 cost.flops,
@@ -240,30 +235,26 @@ class EmulatedDevice:
             )
 
     def _due(self, job: Job) -> None:
-        note: _Note = job.note
-        completion = job.completion
-        if note.future is not None and note.outcome is None:
-            note.waited_for = True
-            return
-        if note.outcome is None:
-            if note.cost.fault or completion.traffic.phantom:
-                note.outcome = (note.cost.flops, None)
+        """The job's time has come; on the wall clock its work may still be on a thread, and `_computed` goes on."""
+        if job.outcome is None:
+            if job.future is not None:
+                return
+            completion = job.completion
+            if job.cost.fault or completion.traffic.phantom:
+                job.outcome = (job.cost.flops, None)
             else:
-                note.outcome = self._numerics.now(self._name, completion.command, note.cost.flops)
+                job.outcome = self._numerics.now(self._name, completion.command, job.cost.flops)
         self._finish(job)
 
     def _computed(self, job: Job, outcome: Outcome) -> None:
-        job.note.outcome = outcome
-        if job.note.waited_for and job.completion in self._jobs:
+        job.outcome = outcome
+        if job.over and job.completion in self._jobs:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        note: _Note = job.note
-        completion = job.completion
+        completion, cost = job.completion, job.cost
         del self._jobs[completion]
-        assert note.outcome is not None
-        completion.flops, error = note.outcome
-        cost = note.cost
+        completion.flops, error = job.outcome
         if cost.fault:
             error = MediaError(self._name, verb(completion.command), cost.fault)
         if cost.media_nbytes:
@@ -309,6 +300,8 @@ class EmulatedDevice:
             medium = self._fabric.media.get(memory)
             if medium is not None and medium.profile.alignment > 1:
                 self._grids[memory] = medium.profile.alignment
+        foreign = any(memory not in self._fabric.media for memory in self._reaches)
+        self._special = foreign or bool(self._grids) or isinstance(self.firmware, PnmModel)
         memories: tuple[MemoryInfo, ...] = ()
         if profile.memory is not None:
             memory_profile = profile.memory

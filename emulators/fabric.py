@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,36 +97,48 @@ class Medium:
             self.route = Route([(self.resource, 1)], flows.capacity)
 
 
-class Demand(NamedTuple):
-    """One flow of a job: `work` units along a route, at most `cap` units/s, and `latency_ns` once it has ended.
+Demand = tuple[Route, int, int, int]
+"""One flow of a job: route, units of work, at most so many units/s, and the latency in ns once it has ended.
 
-    `legs` are the links on the way, each of which carries `work` bytes.
+Work on a route with links is bytes. (A plain tuple: a named one costs 0.4 µs more, of the 10 that a command may cost.)
+"""
+
+
+class Cost:
+    """What a command is made of: flows, and `fixed_ns` after all of them.
+
+    `flops` is what its kernel computes, `media_nbytes` what firmware-run media of the executor's device move, `fault`
+    why it will fail ("" if it will not).
     """
 
-    route: Route
-    work: int
-    cap: int
-    latency_ns: int
-    legs: tuple[Leg, ...]
+    __slots__ = ("demands", "fault", "fixed_ns", "flops", "media_nbytes")
+
+    def __init__(self, demands: list[Demand], fixed_ns: int, flops: int = 0) -> None:
+        self.demands = demands
+        self.fixed_ns = fixed_ns
+        self.flops = flops
+        self.media_nbytes = 0
+        self.fault = ""
 
 
 class Job:
     """A command under way. `end` is called once, on the clock's thread, when it is due (`over` is set by then).
 
-    `note` is whatever the owner keeps with it.
+    `future` and `outcome` are its device's: the work on a thread, and what became of it.
     """
 
-    __slots__ = ("completion", "due", "end", "event", "fixed_ns", "flows", "note", "over")
+    __slots__ = ("completion", "cost", "due", "end", "event", "flows", "future", "outcome", "over")
 
-    def __init__(self, completion: Completion, fixed_ns: int, end: Callable[[Job], None], note: Any = None) -> None:
+    def __init__(self, completion: Completion, cost: Cost, end: Callable[[Job], None]) -> None:
         self.completion = completion
-        self.fixed_ns = fixed_ns
+        self.cost = cost
         self.end = end
-        self.note = note
-        self.flows: list[tuple[Flow, Demand]] = []
+        self.flows: list[Flow] = []
         self.due = 0
         self.event = FAR
         self.over = False
+        self.future: Any = None
+        self.outcome: Any = None
 
 
 class Fabric:
@@ -163,25 +175,24 @@ class Fabric:
             legs.append((self.links[name], direction if write else back))
         return tuple(legs)
 
-    def begin(self, job: Job, demands: list[Demand], now: int) -> None:
+    def begin(self, job: Job, now: int) -> None:
         """Start a job's flows at `now`; its `end` is called when it is due."""
         flows = self.flows
         if flows.shared:
             flows.advance(now)
             self._follow(now)
         due = now
-        for demand in demands:
-            flow = flows.arrive(now, demand.work, demand.route, demand.cap, job)
-            job.flows.append((flow, demand))
-            ends = flow.finish + demand.latency_ns
-            if ends > due:
-                due = ends
-            for link, _ in demand.legs:
+        for route, work, cap, latency_ns in job.cost.demands:
+            flow = flows.arrive(now, work, route, cap, latency_ns, job)
+            job.flows.append(flow)
+            if flow.finish + latency_ns > due:
+                due = flow.finish + latency_ns
+            for link, _ in route.legs:
                 link.extend(now, flow.finish)
         if flows.moved:
             self._follow(now)
         else:
-            job.due = job.event = due + job.fixed_ns
+            job.due = job.event = due + job.cost.fixed_ns
             self.clock.call_at(job.due, self._fire, job)
         if flows.shared:
             self._watch()
@@ -189,26 +200,31 @@ class Fabric:
     def predict(self, demands: list[Demand], now: int) -> int:
         """When the last of these flows would end, latency included, if they began now and nothing else came."""
         flows = self.flows
-        used = [resource for demand in demands for resource, _ in demand.route.demands]
-        if len(set(used)) == len(used) and all(flows.free(demand.route, now) for demand in demands):
-            return max((now + self._alone_ns(d) + d.latency_ns for d in demands), default=now)
+        used = [resource for demand in demands for resource in demand[0].resources]
+        if len(set(used)) == len(used) and all(flows.free(demand[0], now) for demand in demands):
+            scale = NS * self.dilation
+            ends = [
+                now - (-work * scale // min(route.rate, cap)) * bool(work) + latency_ns
+                for route, work, cap, latency_ns in demands
+            ]
+            return max(ends, default=now)
         twin = flows.copy()
         twin.advance(now)
-        started = [(twin.arrive(now, d.work, d.route, d.cap), d) for d in demands]
-        while any(flow in twin.shared for flow, _ in started):
+        started = [twin.arrive(now, work, route, cap, latency_ns) for route, work, cap, latency_ns in demands]
+        while any(flow in twin.shared for flow in started):
             twin.advance(twin.next_departure())
-        return max((flow.finish + d.latency_ns for flow, d in started), default=now)
+        return max((flow.finish + flow.latency_ns for flow in started), default=now)
 
     def abandon(self, job: Job) -> None:
         """The job's device was closed: its flows leave now, and `end` is not called any more."""
         now = self.clock.now()
         self.flows.advance(now)
-        for flow, _ in job.flows:
+        for flow in job.flows:
             if flow.finish > now:
                 self.flows.leave(flow, now)
         job.over = True
-        for _, demand in job.flows:
-            for link, _ in demand.legs:
+        for flow in job.flows:
+            for link, _ in flow.route.legs:
                 link.revise(self.flows, now)
         self._follow(now)
 
@@ -222,26 +238,23 @@ class Fabric:
     def settle(self, job: Job) -> None:
         """Count what an ended job has moved over links."""
         observers = self.site.link_observers
-        for flow, demand in job.flows:
-            for link, direction in demand.legs:
+        for flow in job.flows:
+            for link, direction in flow.route.legs:
                 if direction == "forward":
-                    link.bytes_forward += demand.work
+                    link.bytes_forward += flow.work
                 else:
-                    link.bytes_back += demand.work
-                if observers and demand.work:
-                    stretch = Occupancy(
-                        link.name, direction, flow.start, flow.finish, demand.work, _label(job.completion)
-                    )
+                    link.bytes_back += flow.work
+                if observers and flow.work:
+                    label = _label(job.completion)
+                    stretch = Occupancy(link.name, direction, flow.start, flow.finish, flow.work, label)
                     for observe in observers:
                         observe(stretch)
 
-    def _alone_ns(self, demand: Demand) -> int:
-        return -(-demand.work * NS * self.dilation // min(demand.route.rate, demand.cap)) if demand.work else 0
-
     def _fire(self, job: Job) -> None:
-        if job.over or self.clock.now() < job.event:
+        now = self.clock.now()
+        if job.over or now < job.event:
             return
-        if job.due > self.clock.now():
+        if job.due > now:
             job.event = job.due
             self.clock.call_at(job.due, self._fire, job)
             return
@@ -259,12 +272,12 @@ class Fabric:
         for job in jobs:
             if job.over:
                 continue
-            job.due = max(flow.finish + demand.latency_ns for flow, demand in job.flows) + job.fixed_ns
+            job.due = max(flow.finish + flow.latency_ns for flow in job.flows) + job.cost.fixed_ns
             if job.due < job.event:
                 job.event = job.due
                 self.clock.call_at(job.due, self._fire, job)
-            for _, demand in job.flows:
-                links.update((link, None) for link, _ in demand.legs)
+            for flow in job.flows:
+                links.update((link, None) for link, _ in flow.route.legs)
         for link in links:
             link.revise(self.flows, now)
 

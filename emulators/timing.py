@@ -34,33 +34,53 @@ class Route:
     """What one unit of work occupies: `demands` holds (resource, units of that resource), each resource once.
 
     `rate` is the work per second when nobody else is there. The share of a route in what it competes for grows with
-    its `weight`.
+    its `weight`. `legs` is the owner's.
     """
 
-    __slots__ = ("demands", "rate", "weight")
+    __slots__ = ("demands", "legs", "rate", "resources", "weight")
 
-    def __init__(self, demands: Iterable[tuple[int, int]], capacity: list[int], weight: int = 1) -> None:
+    def __init__(
+        self, demands: Iterable[tuple[int, int]], capacity: list[int], weight: int = 1, legs: tuple[Any, ...] = ()
+    ) -> None:
         together: dict[int, int] = {}
         for resource, units in demands:
             together[resource] = together.get(resource, 0) + units
         self.demands = tuple(sorted(together.items()))
+        self.resources = tuple(resource for resource, _ in self.demands)
         self.rate = max(min((capacity[r] // units for r, units in self.demands), default=FAR), 1)
         self.weight = weight
+        self.legs = legs
 
 
 class Flow:
-    """Work under way. `finish` is provisional: what it will be if nothing else arrives and nobody leaves."""
+    """Work under way. `finish` is provisional: what it will be if nothing else arrives and nobody leaves.
 
-    __slots__ = ("cap", "finish", "owner", "rate", "remaining", "route", "since", "start")
+    `latency_ns` is the owner's: what passes after the finish.
+    """
 
-    def __init__(self, route: Route, remaining: int, cap: int, now: int, owner: Any) -> None:
+    __slots__ = (
+        "cap",
+        "finish",
+        "latency_ns",
+        "owner",
+        "rate",
+        "remaining",
+        "route",
+        "since",
+        "start",
+        "work",
+    )
+
+    def __init__(
+        self, route: Route, work: int, remaining: int, cap: int, now: int, latency_ns: int = 0, owner: Any = None
+    ) -> None:
         self.route = route
+        self.work = work
         self.remaining = remaining
         self.cap = cap
         self.rate = 0
-        self.start = now
-        self.since = now
-        self.finish = now
+        self.start = self.since = self.finish = now
+        self.latency_ns = latency_ns
         self.owner = owner
 
 
@@ -86,27 +106,32 @@ class Flows:
         self.users.append([])
         return len(self.capacity) - 1
 
-    def arrive(self, now: int, work: int, route: Route, cap: int = FAR, owner: Any = None) -> Flow:
+    def arrive(self, now: int, work: int, route: Route, cap: int = FAR, latency_ns: int = 0, owner: Any = None) -> Flow:
         """A flow of `work` units begins at `now`, at most `cap` units/s whatever its share.
 
         `advance(now)` must have been called if anything is shared.
         """
-        flow = Flow(route, work * self._scale, cap, now, owner)
+        remaining = work * self._scale
+        flow = Flow(route, work, remaining, cap, now, latency_ns, owner)
         if not work:
             return flow
         alone = True
-        for resource, _ in route.demands:
-            line = self.users[resource]
+        users = self.users
+        for resource in route.resources:
+            line = users[resource]
+            if len(line) == 1 and line[0].finish <= now:
+                line[0] = flow
+                continue
             if line:
                 line[:] = [other for other in line if other.finish > now]
-                if line:
-                    alone = False
+                alone = alone and not line
             line.append(flow)
         if alone:
-            flow.rate = route.rate if route.rate < cap else cap
-            flow.finish = now - (-flow.remaining // flow.rate)
+            rate = route.rate if route.rate < cap else cap
+            flow.rate = rate
+            flow.finish = now - (-remaining // rate)
         else:
-            self._share((flow,), now)
+            self._share(flow, now)
         return flow
 
     def advance(self, now: int) -> None:
@@ -120,7 +145,7 @@ class Flows:
     def leave(self, flow: Flow, now: int) -> None:
         """A flow ends (or is given up) at `now`; those it shared with have more from then on."""
         neighbours: dict[Flow, None] = {}
-        for resource, _ in flow.route.demands:
+        for resource in flow.route.resources:
             line = self.users[resource]
             if flow in line:
                 line.remove(flow)
@@ -129,7 +154,7 @@ class Flows:
         flow.finish = min(flow.finish, now)
         while neighbours:
             seed = next(iter(neighbours))
-            for done in self._share((seed,), now):
+            for done in self._share(seed, now):
                 neighbours.pop(done, None)
 
     def next_departure(self) -> int:
@@ -138,7 +163,7 @@ class Flows:
 
     def free(self, route: Route, now: int) -> bool:
         """Whether nobody uses any resource of a route."""
-        return all(other.finish <= now for resource, _ in route.demands for other in self.users[resource])
+        return all(other.finish <= now for resource in route.resources for other in self.users[resource])
 
     def copy(self) -> Flows:
         """An independent state with the same flows, to look ahead on."""
@@ -149,23 +174,23 @@ class Flows:
         for line in self.users:
             for flow in line:
                 if flow not in clones:
-                    clone = Flow(flow.route, flow.remaining, flow.cap, flow.start, flow.owner)
+                    clone = Flow(flow.route, flow.work, flow.remaining, flow.cap, flow.start)
                     clone.rate, clone.since, clone.finish = flow.rate, flow.since, flow.finish
                     clones[flow] = clone
         twin.users = [[clones[flow] for flow in line] for line in self.users]
         twin.shared = {clones[flow]: None for flow in self.shared}
         return twin
 
-    def _share(self, seeds: Iterable[Flow], now: int) -> dict[Flow, None]:
-        """Settle and re-rate everything that is connected to `seeds`; returns those flows."""
+    def _share(self, seed: Flow, now: int) -> dict[Flow, None]:
+        """Settle and re-rate everything that is connected to `seed`; returns those flows."""
         together: dict[Flow, None] = {}
-        stack = list(seeds)
+        stack = [seed]
         while stack:
             flow = stack.pop()
             if flow in together:
                 continue
             together[flow] = None
-            for resource, _ in flow.route.demands:
+            for resource in flow.route.resources:
                 stack.extend(other for other in self.users[resource] if other not in together)
         for flow in together:
             flow.remaining = max(flow.remaining - flow.rate * (now - flow.since), 0)
@@ -210,7 +235,7 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
         rise: list[Flow] = []
         for flow in rising:
             full = flow.cap // flow.route.weight <= level
-            for resource, _ in flow.route.demands:
+            for resource in flow.route.resources:
                 if levels[resource] <= level:
                     full = True
                     break

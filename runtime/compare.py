@@ -67,7 +67,7 @@ def kv_shape(model: Model, dtype: str = "float32", block_tokens: int = 64, split
 
 def find_policy(name: str) -> type[Policy]:
     """The registered policy of that name. Raises ConfigurationError with the near names."""
-    kind = entry("tierloop.policies", name)
+    kind = entry("policies", name)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise ConfigurationError(f"policy {name!r}: {kind!r} is not a Policy")
     return kind
@@ -160,28 +160,26 @@ class _Run:
         platform.site.observers.append(self._ledger)
 
     def decode(self, dense: Dense, num_tokens: int, report: Progress) -> PolicyResult:
-        """Place the prompt and decode; everything that was taken is given back."""
+        """Place the prompt and decode; afterwards everything that was taken on the platform is given back."""
         prompt = dense.prefill
         request = Request("request", [*prompt.tokens, prompt.first_token], len(prompt.tokens) + num_tokens)
         request.prompt_tokens = len(prompt.tokens)
         loop, title = self._engine.loop, self._wanted.title
         report(title, 0, num_tokens)
+        loop.run(self._decoder.adopt(request, prompt))
+        placement = request.blocks.nbytes_by_memory()
+        self._ledger.reset()
+        if self._trace is not None:
+            self._trace.begin(self._platform, title)
         try:
-            loop.run(self._decoder.adopt(request, prompt))
-            placement = request.blocks.nbytes_by_memory()
-            self._ledger.reset()
-            if self._trace is not None:
-                self._trace.begin(self._platform, title)
-            try:
-                steps = loop.run(self._steps(request, num_tokens, report))
-            finally:
-                if self._trace is not None:
-                    self._trace.end()
-            devices, links = self._ledger.snapshot()
-            elapsed_ns = self._ledger.elapsed_ns
-            loop.run(self._policy.release(request))
+            steps = loop.run(self._steps(request, num_tokens, report))
         finally:
-            self._engine.close()
+            if self._trace is not None:
+                self._trace.end()
+        devices, links = self._ledger.snapshot()
+        elapsed_ns = self._ledger.elapsed_ns
+        loop.run(self._policy.release(request))
+        self._engine.close()
         tokens = tuple(request.tokens[request.prompt_tokens :])
         verdict = self._recorder.verdict() if self._recorder is not None else Verdict()
         sigma = self._platform.dilation

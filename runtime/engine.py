@@ -8,7 +8,7 @@ own device first, then copy engines, then cores, then the order of the platform 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,14 @@ class Lane:
         return self.device.info.memories[0].name
 
 
+@dataclass
+class _Relay:
+    """Host memory on the way between two regions, and the copy that reads it last."""
+
+    region: Region
+    readers: list[Completion] = field(default_factory=list)
+
+
 class Engine:
     """What a policy works with: the platform, the loop, the cache's shape, and the roles of executors."""
 
@@ -65,6 +73,7 @@ class Engine:
         self._movers: dict[tuple[str, str], Lane | None] = {}
         self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
         self._pools: list[Pool] = []
+        self._relays: dict[tuple[str, int, str, int], _Relay] = {}
 
     # -- memories -------------------------------------------------------------------------------------------------
 
@@ -185,14 +194,32 @@ class Engine:
         return self.port("read", source.region.memory).submit(Read(source, into), after)
 
     def copy(self, source: Segment, target: Segment, after: Sequence[Completion] = ()) -> Completion:
-        """Segment → segment in one command. Raises ConfigurationError where no executor reaches both."""
+        """Segment → segment: one command where an executor reaches both, otherwise two through the host's memory.
+
+        Raises ConfigurationError where the host's memory is reached by only one side.
+        """
         lane = self.mover(source.region.memory, target.region.memory)
-        if lane is None:
+        if lane is not None:
+            return lane.submit(Copy(source, target), after)
+        first, second = self.mover(source.region.memory, self.host), self.mover(self.host, target.region.memory)
+        if first is None or second is None:
             raise ConfigurationError(
-                f"platform {self.platform.name}: nobody copies from {source.region.memory} to {target.region.memory}; "
-                "stage the bytes in a memory that both sides reach"
+                f"platform {self.platform.name}: nobody copies from {source.region.memory} to {target.region.memory}, "
+                f"nor through {self.host}"
             )
-        return lane.submit(Copy(source, target), after)
+        relay = self._relay(source, target)
+        half_way = relay.region.at(0, source.spans.nbytes)
+        arrived = first.submit(Copy(source, half_way), [*after, *relay.readers])
+        done = second.submit(Copy(half_way, target), [arrived])
+        relay.readers = [done]
+        return done
+
+    def _relay(self, source: Segment, target: Segment) -> _Relay:
+        key = (source.region.memory, source.region.id, target.region.memory, target.region.id)
+        relay = self._relays.get(key)
+        if relay is None or relay.region.nbytes < source.spans.nbytes:
+            relay = self._relays[key] = _Relay(self.scratch(self.host, 2 * source.spans.nbytes))
+        return relay
 
     def launch(
         self,

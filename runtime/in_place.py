@@ -17,7 +17,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.blocks import BlockTable, Places, Pool, join
+from tierloop.runtime.blocks import BlockTable, Places, Pool, Rows, join
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.policy import Batch, Request
 
@@ -124,20 +124,23 @@ class InPlaceAttention:
             after = list(after)
             if any(blocks.size and int(blocks.max()) >= first_new[i] for i, (_, blocks) in share.chosen.items()):
                 after.append(appended)
-            parts = []
+            parts: list[Rows] = []
+            staged: list[Completion] = []
             for i, (heads, blocks) in sorted(share.chosen.items()):
                 places, copies = self._places(batch.requests[i], layer, heads, blocks)
-                after.extend(copies)
+                staged.extend(copies)
                 parts.append(batch.requests[i].blocks.rows(layer, heads, blocks, i, places))
             if lane.device is engine.dense.device:
                 states = home
             else:
                 states = self._region(lane.memory, layer, nbytes, "states").at(0, nbytes)
-            done = engine.attend(lane, query, join(parts), batch.positions, batch.scale, share.roots, states, after)
+            done = engine.attend(
+                lane, query, join(parts), batch.positions, batch.scale, share.roots, states, after + staged
+            )
             if states is not home:
                 done = engine.copy(states, home, [done])
             ended.append(done)
-            if any(self._staged.get((batch.requests[i].name, layer)) for i in share.chosen):
+            if staged:
                 self._readers = [done]
         self._release_staged(layer, batch)
         return [engine.merge([at_home.at(0, offset)], roots, batch.positions, batch.output, ended)]

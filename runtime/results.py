@@ -92,7 +92,6 @@ class Comparison:
     dense_tokens: tuple[int, ...] = ()
     question: str = ""
     answer: str = ""
-    kv_dtype: str = "float32"
     manifest: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

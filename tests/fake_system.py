@@ -116,6 +116,11 @@ class FakeSystem:
         with self._guard:
             self._faults.append(Fault(call, number, **more))  # type: ignore[arg-type]  # the fields of Fault
 
+    def heal(self) -> None:
+        """Forget the faults that have not struck yet."""
+        with self._guard:
+            self._faults.clear()
+
     def contents(self, path: str) -> bytes:
         """The bytes of a file as a reader would see them."""
         return bytes(self._names[path].data)

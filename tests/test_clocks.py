@@ -176,9 +176,12 @@ def test_a_post_from_a_thread_wakes_a_wait_and_runs_on_its_thread() -> None:
 def test_posts_of_many_threads_all_arrive() -> None:
     clock = WallClock()
     got: list[int] = []
-    threads = [
-        threading.Thread(target=lambda k=k: [clock.post(got.append, k * 100 + i) for i in range(100)]) for k in range(4)
-    ]
+
+    def post_a_hundred(first: int) -> None:
+        for i in range(first, first + 100):
+            clock.post(got.append, i)
+
+    threads = [threading.Thread(target=post_a_hundred, args=(k * 100,)) for k in range(4)]
     for thread in threads:
         thread.start()
     assert clock.run_until(lambda: len(got) == 400, 60_000_000_000)

@@ -59,12 +59,10 @@ def test_an_error_without_a_number_has_none() -> None:
 
 
 def test_the_cause_is_kept() -> None:
+    cause = OSError(11, "try again")
     with pytest.raises(Busy) as caught:
-        try:
-            raise OSError(11, "try again")
-        except OSError as cause:
-            raise Busy("d", "write", "queue 0 is full", cause.errno) from cause
-    assert isinstance(caught.value.__cause__, OSError)
+        raise Busy("d", "write", "queue 0 is full", cause.errno) from cause
+    assert caught.value.__cause__ is cause
     assert caught.value.errno == 11
 
 

@@ -100,7 +100,11 @@ def test_a_look_orders_only_what_is_submitted_later() -> None:
 
 @pytest.mark.parametrize(
     ("first", "then", "kind"),
-    [("write", "read", "read-after-write"), ("read", "write", "write-after-read"), ("write", "write", "write-after-write")],
+    [
+        ("write", "read", "read-after-write"),
+        ("read", "write", "write-after-read"),
+        ("write", "write", "write-after-write"),
+    ],
 )
 def test_a_hazard_names_its_kind_its_byte_and_both_commands(first: str, then: str, kind: str) -> None:
     watched = Watched()
@@ -130,7 +134,7 @@ def test_host_buffers_are_watched_too() -> None:
     watched = Watched()
     watched.submit(Read(watched.at(0, 8), watched.host[:8]))
     watched.submit(Write(watched.at(8, 2), watched.host[8:10]), queue=1)
-    with pytest.raises(HazardError, match="read-after-write hazard at byte .* of host buffers"):
+    with pytest.raises(HazardError, match=r"read-after-write hazard at byte \d+ of host buffers"):
         watched.submit(Write(watched.at(8, 2, region=1), watched.host[7:9]), device=1)
 
 
@@ -219,7 +223,10 @@ def programs(draw: st.DrawFn) -> list[tuple[Any, ...]]:
     return program
 
 
-def bytes_of(place: object, spans: Spans) -> set[tuple[object, int]]:
+Touched = set[tuple[object, int]]
+
+
+def bytes_of(place: object, spans: Spans) -> Touched:
     return {(place, byte) for offset, nbytes in spans.array.tolist() for byte in range(offset, offset + nbytes)}
 
 
@@ -227,7 +234,7 @@ def first_hazard(program: list[tuple[Any, ...]], buffers: list[tuple[int, int]])
     """The index among the submits of the first that conflicts with an earlier one it is not ordered after."""
     before: list[set[int]] = []
     lanes: list[tuple[int, int]] = []
-    touched: list[tuple[set[tuple[object, int]], set[tuple[object, int]]]] = []
+    touched: list[tuple[Touched, Touched]] = []
     host: set[int] = set()
     for step in program:
         if step[0] == "look":
@@ -239,14 +246,15 @@ def first_hazard(program: list[tuple[Any, ...]], buffers: list[tuple[int, int]])
         for i in [*after, *(i for i in range(me) if lanes[i] == (device, queue))]:
             known |= before[i] | {i}
         start, nbytes = buffers[me]
-        buffer = {("host", start + i) for i in range(nbytes)}
+        buffer = bytes_of("host", Spans.one(start, nbytes))
         here, there = bytes_of(region, spans), bytes_of(region2, spans2)
-        reads, writes = {
+        sides: dict[str, tuple[Touched, Touched]] = {
             "read": (here, buffer),
             "write": (buffer, here),
             "copy": (here, there),
-            "flush": (here, set[tuple[object, int]]()),
-        }[verb]
+            "flush": (here, set()),
+        }
+        reads, writes = sides[verb]
         for i in range(me):
             if i not in known and (writes & (touched[i][0] | touched[i][1]) or reads & touched[i][1]):
                 return me
@@ -272,14 +280,14 @@ def test_the_verdict_is_that_of_brute_force(program: list[tuple[Any, ...]], star
         verb, device, queue, region, spans, region2, spans2, after = step
         start, nbytes = buffers[len(made)]
         source, buffer = Segment(watched.regions[region], spans), host[start : start + nbytes]
-        command: Command = {
+        commands: dict[str, Command] = {
             "read": Read(source, buffer),
             "write": Write(source, buffer),
             "copy": Copy(source, Segment(watched.regions[region2], spans2)),
             "flush": Flush(source),
-        }[verb]
+        }
         try:
-            made.append(watched.submit(command, device, queue, tuple(made[i] for i in after)))
+            made.append(watched.submit(commands[verb], device, queue, tuple(made[i] for i in after)))
         except HazardError:
             got = len(made)
             break

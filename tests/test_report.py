@@ -30,6 +30,7 @@ ANSWERED = PolicyResult(
     error_vs_dense=2.0e-6,
     tokens_per_s=41.25,
     step_ns=(24_000_000, 25_000_000, 24_500_000),
+    elapsed_ns=73_500_000,
     provenance="simulated",
     answered=True,
     devices={

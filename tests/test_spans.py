@@ -107,7 +107,7 @@ def test_fractions_are_never_rounded() -> None:
     with pytest.raises(TypeError):
         Spans.equal(np.array([0]), 0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="integers"):
-        Spans.equal(np.array([0.5]), 1)  # type: ignore[arg-type]
+        Spans.equal(np.array([0.5]), 1)
 
 
 def test_a_sum_that_would_overflow_is_refused_and_a_large_one_is_exact() -> None:

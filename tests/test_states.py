@@ -110,7 +110,8 @@ def test_a_sink_logit_is_a_state_without_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "node"), [(0, (0, 0)), (1, (0, 0)), (2, (1, 0)), (3, (2, 0)), (4, (2, 0)), (5, (3, 0)), (1024, (10, 0))]
+    ("num_splits", "node"),
+    [(0, (0, 0)), (1, (0, 0)), (2, (1, 0)), (3, (2, 0)), (4, (2, 0)), (5, (3, 0)), (1024, (10, 0))],
 )
 def test_the_top_node_is_the_smallest_that_covers_all(num_splits: int, node: Node) -> None:
     assert top_node(num_splits) == node

@@ -20,9 +20,10 @@ from rich.table import Table
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Launch
 from tierloop.devices.device import Device
-from tierloop.devices.kernels.contract import Attend
+from tierloop.devices.kernels.contract import Attend, DType
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
+from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait, write_bytes
 from tierloop.tools import options
@@ -36,7 +37,7 @@ SPAN_COUNTS = (1, 4096)
 COMMAND_LIMIT_NS = 10_000
 SPAN_LIMIT_NS = 20
 STEP_LIMIT = 1.5
-DTYPES = {"float32": 4, "bfloat16": 2}
+DTYPES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 _ROWS = 64 * 1024
 _HEADS, _GROUP, _HEAD_DIM, _SPLIT = 4, 4, 64, 64
 
@@ -142,14 +143,15 @@ def _command_cost(
 
 def attend_figures() -> list[Figure]:
     """Bytes of KV per second through the cpu driver's attention, against what the memory can be read at."""
-    from tierloop.devices.registry import open_device
+    from tierloop.devices.registry import entry
 
     read_limit = memory_read_rate()
     figures = [Figure("memory read, two threads", read_limit / 1e9, "GB/s", 0, 1.0)]
     for dtype, itemsize in DTYPES.items():
-        device = open_device("cpu")
+        clock = WallClock()
+        device: Device = entry("devices", "cpu")("cpu", Site(clock=clock), {})
         try:
-            rate = _attend_rate(device, dtype, itemsize)
+            rate = _attend_rate(clock, device, dtype, itemsize)
         finally:
             device.close()
         name = f"attend, {dtype}, group {_GROUP}, head_dim {_HEAD_DIM}"
@@ -184,9 +186,12 @@ def step_figure(model_source: str, prompt_tokens: int, tokens: int, cache: Any) 
     workload = needle_prompt(model, prompt_tokens, new_tokens=tokens)
     plain, ours = _Steps(), _Steps()
     with progress() as shown:
-        dense = generate_dense(
-            model, workload.token_ids, tokens, lambda n: (plain(n), shown("plain transformers", n, tokens))[1]
-        )
+
+        def advance_plain(done: int) -> None:
+            plain(done)
+            shown("plain transformers", done, tokens)
+
+        dense = generate_dense(model, workload.token_ids, tokens, advance_plain)
 
         def advance(stage: str, done: int, total: int) -> None:
             ours(done)
@@ -230,9 +235,8 @@ class _Steps:
         return float(statistics.median(steps[1:]))
 
 
-def _attend_rate(device: Device, dtype: str, itemsize: int) -> float:
+def _attend_rate(clock: WallClock, device: Device, dtype: DType, itemsize: int) -> float:
     """Bytes of K and V per second, best of five launches over 64 Ki rows of each of four heads."""
-    clock = WallClock()
     row = _HEAD_DIM * itemsize
     sizes = {
         "queries": _HEADS * _GROUP * _HEAD_DIM * 4,
@@ -243,20 +247,7 @@ def _attend_rate(device: Device, dtype: str, itemsize: int) -> float:
     roots = np.array([[0, head, level, 0] for head in range(_HEADS)], dtype=np.int64)
     runs = np.array([[0, head, 0] for head in range(_HEADS)], dtype=np.int64)
     positions = np.array([[_ROWS - 1]], dtype=np.int64)
-    args = Attend(
-        dtype,
-        1,
-        _HEADS,
-        _GROUP,
-        1,
-        _HEAD_DIM,
-        _HEAD_DIM,
-        _HEAD_DIM**-0.5,
-        _SPLIT,
-        runs,
-        positions,
-        roots,  # type: ignore[arg-type]
-    )
+    args = Attend(dtype, 1, _HEADS, _GROUP, 1, _HEAD_DIM, _HEAD_DIM, _HEAD_DIM**-0.5, _SPLIT, runs, positions, roots)
     regions: dict[str, Region] = {name: device.alloc(nbytes) for name, nbytes in sizes.items()}
     states = device.alloc(len(roots) * _GROUP * (2 + _HEAD_DIM) * 4)
     noise = np.random.default_rng(0)

@@ -40,7 +40,7 @@ def compare(
     A policy that does not fit the platform is reported as refused; if none fits, that is exit code 2.
     Exit codes: 0 good, 1 a check failed, 2 the input was wrong, 3 the run was invalid.
     """
-    from tierloop.devices.registry import names
+    from tierloop.devices.registry import discover
     from tierloop.runtime.compare import PolicyRequest
 
     asked = Asked(
@@ -58,7 +58,7 @@ def compare(
         oracle,
         cache,
     )
-    chosen = list(dict.fromkeys(policy)) if policy else names("tierloop.policies")
+    chosen = list(dict.fromkeys(policy)) if policy else [found.name for found in discover("policies")]
     given = options.policy_options(option, chosen)
     prepare_files(trace, report)
     recorder = TraceRecorder() if trace is not None else None

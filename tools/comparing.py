@@ -78,14 +78,14 @@ class Asked:
         return model, needle_prompt(model, self.prompt_tokens, depth=self.depth, seed=self.seed, new_tokens=self.tokens)
 
     def described(self, comparison: Comparison, platform: Platform, policies: Sequence[PolicyRequest]) -> Comparison:
-        """The comparison with its manifest and the type that KV was stored in."""
+        """The comparison with its manifest."""
         config = {
             **{name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items() if name != "cache"},
             "policies": [asdict(policy) for policy in policies],
         }
         if self.prompt_file is not None:
             config["prompt_file"] = self.prompt_file.name
-        return replace(comparison, kv_dtype=self.kv_dtype, manifest=manifest(config, platform, self.seed))
+        return replace(comparison, manifest=manifest(config, platform, self.seed))
 
 
 def compare_policies(asked: Asked, policies: Sequence[PolicyRequest], trace: TraceRecorder | None) -> Comparison:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("stream-offload", "cpu-attention", "split-all", "topk-blocks")
 RAISED = "demo-large-gpu"
-RAISED_MEMORY = {"devices.gpu.memory_nbytes": 1 << 30}
+RAISED_MEMORY = {"devices.gpu.capacity": 1 << 30}
 
 
 def demo(
@@ -71,8 +71,8 @@ def demo(
             "others": [comparison.to_json() for comparison in others],
         }
         subtitle = (
-            f"{main.model} decodes a prompt of {main.prompt_tokens:,} tokens with its KV cache spread over the memories "
-            "of a GPU, a host, a remote NUMA node, a CXL card, an NVMe drive and a near-memory processor."
+            f"{main.model} decodes a prompt of {main.prompt_tokens:,} tokens, its KV cache spread over the memories of "
+            "a GPU, a host, a remote NUMA node, a CXL card, an NVMe drive and a near-memory processor."
         )
         write_files(
             {

@@ -26,7 +26,7 @@ Dilation = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Change a key of the platform file: devices.gpu.memory=1e9. Repeatable.", metavar="KEY=VALUE"
+        "--set", help="Change a key of the platform file: devices.gpu.capacity=1e9. Repeatable.", metavar="KEY=VALUE"
     ),
 ]
 PromptFile = Annotated[

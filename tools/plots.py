@@ -137,7 +137,7 @@ def _busy(figure: Figure, ran: Sequence[PolicyResult]) -> None:
         places = [row - 0.4 + height * (number + 0.5) for row in range(len(ran))]
         busy, stall = [], []
         for result in ran:
-            use, total = result.devices.get(name), sum(result.step_ns) or 1
+            use, total = result.devices.get(name), result.elapsed_ns or 1
             busy.append(100 * use.busy_ns / total if use else 0.0)
             stall.append(100 * use.stall_ns / total if use else 0.0)
         axes.barh(places, busy, height * 0.9, color=colour, label=_plain(name))

@@ -52,7 +52,7 @@ USE = ("device or link", "out / forward", "in / back", "media", "busy", "stall",
 
 def use_rows(result: PolicyResult, idle: bool) -> list[tuple[str, ...]]:
     """What each device and link did during decode, under the headings `USE`; with or without those that did nothing."""
-    total = sum(result.step_ns)
+    total = result.elapsed_ns
     rows: list[tuple[str, ...]] = []
     for name, use in result.devices.items():
         if idle or use.commands or use.bytes_read or use.bytes_written:

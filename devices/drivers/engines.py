@@ -107,9 +107,13 @@ def ran_dry(target: Target, op: str, offset: int, left: int) -> DeviceError:
     return ProtocolError(target.device, op, f"{left} bytes at offset {offset} were not taken, without an error")
 
 
+class Stopped(Gone):
+    """A transfer was cut short because its device is being closed."""
+
+
 def stopped(target: Target, op: str) -> DeviceError:
-    """The error for a transfer that was cut short because the device is being closed."""
-    return Gone(target.device, op, "the device was closed while the command ran")
+    """The error for a transfer that finds `stop` set."""
+    return Stopped(target.device, op, "the device was closed while the command ran")
 
 
 def back_off(target: Target, tries: int) -> None:

@@ -33,7 +33,7 @@ from tierloop.devices.commands import Command, Copy, Flush, read_segments, verb,
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.drivers.crew import Crew
-from tierloop.devices.drivers.engines import Counts
+from tierloop.devices.drivers.engines import Counts, Stopped
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.medium import PAGE, Medium, open_medium
@@ -205,11 +205,13 @@ class NvmeDevice:
         """Settle what the workers have reported."""
         while self._outcomes:
             completion, error, media_nbytes, duration_ns, stuck = self._outcomes.popleft()
-            if stuck or isinstance(error, Gone):
-                self._gone = self._gone or str(error)
             if completion.done:
                 continue
             completion.media_nbytes = media_nbytes
+            if isinstance(error, Stopped):
+                continue  # closing the queues ends it, like those that never started
+            if stuck or isinstance(error, Gone):
+                self._gone = self._gone or str(error)
             if error is None:
                 command = completion.command
                 nbytes = 0 if isinstance(command, Flush) else _nbytes(command)

@@ -217,19 +217,22 @@ def flops(args: KernelArgs, read_nbytes: list[int]) -> int:
     return 0
 
 
+_READS = {
+    "attend": 3,
+    "logits": 2,
+    "combine": 2,
+    "merge": 1,
+    "score": 2,
+    "topk": 1,
+    "gather": 1,
+    "append": 1,
+    "dense": -1,
+}
+
+
 def reads_of(args: KernelArgs) -> int:
     """How many read operands the kernel takes; Dense takes any number (-1)."""
-    return {
-        "attend": 3,
-        "logits": 2,
-        "combine": 2,
-        "merge": 1,
-        "score": 2,
-        "topk": 1,
-        "gather": 1,
-        "append": 1,
-        "dense": -1,
-    }[args.kernel]
+    return _READS[args.kernel]
 
 
 def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> str | None:

@@ -1,9 +1,10 @@
 """Logits times values: the inner loops that turn a split's logits and value rows into its state.
 
-- softmax: in place exp(s − m), and the pair (m, l) with l summed over 16 lanes of consecutive rows
-- weigh: acc += p · v, row after row in ascending order, for a tile of weights and n value rows
+- softmax: in place exp(s − m), and m
+- weigh: l += p and acc += p · v, row after row in ascending order, for a tile of weights and n value rows
 
-`exp` is our own (lanes.py): a library's would differ between machines. Products and sums round separately.
+`exp` is our own (lanes.py): a library's would differ between machines. Products and sums round separately. l is summed
+like a column of ones, so that a column of V which is everywhere the same power of two comes out exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from tierloop.devices.kernels.compiled import INT64 as WORD
 from tierloop.devices.kernels.compiled import caller, entry, inline, load, store
 from tierloop.devices.kernels.lanes import (
     FLOAT,
-    INT32,
     INT64,
     ITEM,
     LANES,
@@ -33,7 +33,6 @@ from tierloop.devices.kernels.lanes import (
     max_lanes,
     maximum,
     spread,
-    sum_lanes,
     whole,
 )
 from tierloop.devices.kernels.products import TILE
@@ -51,21 +50,16 @@ def _softmax(builder: Any, logits: Any, n: Any, state: Any) -> None:
     with counting(builder, n, end) as j:
         store(builder, ir.Constant(FLOAT, float("-inf")), at(builder, logits, j, 4))
     lanes = ir.VectorType(FLOAT, LANES)
-    top, total = alloca_once(builder, lanes), alloca_once(builder, lanes)
+    top = alloca_once(builder, lanes)
     builder.store(floats(float("-inf")), top)
-    builder.store(floats(0.0), total)
     with counting(builder, int64(0), end, LANES) as j:
         builder.store(maximum(builder, builder.load(top), load(builder, at(builder, logits, j, 4), lanes)), top)
     m = max_lanes(builder, builder.load(top))
     shift = spread(builder, m)
     with counting(builder, int64(0), end, LANES) as j:
         place = at(builder, logits, j, 4)
-        p = exponential(builder, builder.fsub(load(builder, place, lanes), shift))
-        store(builder, p, place)
-        builder.store(builder.fadd(builder.load(total), p), total)
+        store(builder, exponential(builder, builder.fsub(load(builder, place, lanes), shift)), place)
     store(builder, m, state)
-    whole_sum = sum_lanes(builder, [builder.load(total)])
-    store(builder, builder.extract_element(whole_sum, ir.Constant(INT32, 0)), at(builder, state, int64(4)))
 
 
 @inline(types.void, *_WEIGH, literals=2)
@@ -76,34 +70,49 @@ def _weigh(
     p = [at(builder, weights, builder.mul(weight_stride, int64(g))) for g in range(group)]
     accs = [at(builder, acc, builder.mul(acc_stride, int64(g))) for g in range(group)]
 
-    def columns(first: Any, count: int) -> None:
-        """`count` vectors of 16 columns from `first` on (0: one single column), over all rows."""
+    def columns(first: Any, count: int, with_sum: bool = False) -> None:
+        """`count` vectors of 16 columns from `first` on (0: one single column), or none; and l; over all rows."""
         kind = ir.VectorType(FLOAT, LANES) if count else FLOAT
         fetch = load_lanes if count else load_one
-        starts = [builder.add(first, int64(LANES * k)) for k in range(max(count, 1))]
-        targets = [(g, k, at(builder, accs[g], start, 4)) for k, start in enumerate(starts) for g in range(group)]
-        places = {(g, k): alloca_once(builder, kind) for g, k, _ in targets}
-        for g, k, target in targets:
-            builder.store(load(builder, target, kind), places[g, k])
+        starts = [] if first is None else [builder.add(first, int64(LANES * k)) for k in range(max(count, 1))]
+        targets = {(g, k): at(builder, accs[g], start, 4) for k, start in enumerate(starts) for g in range(group)}
+        if with_sum:
+            targets |= {(g, -1): at(builder, accs[g], int64(-4)) for g in range(group)}
+        kinds = {key: kind if key[1] >= 0 else FLOAT for key in targets}
+        places = {key: alloca_once(builder, kinds[key]) for key in targets}
+        for key, target in targets.items():
+            builder.store(load(builder, target, kinds[key]), places[key])
+
+        def add(key: tuple[int, int], x: Any) -> None:
+            builder.store(builder.fadd(builder.load(places[key]), x), places[key])
+
         with counting(builder, int64(0), n) as j:
             row = load(builder, at(builder, rows, j, 8), INT64)
             factors = [load(builder, at(builder, one, j, 4), FLOAT) for one in p]
+            if with_sum:
+                for g, factor in enumerate(factors):
+                    add((g, -1), factor)
             if count:
                 factors = [spread(builder, x) for x in factors]
             for k, start in enumerate(starts):
                 v = fetch(context, builder, dtype, at(builder, row, start, ITEM[dtype]))
                 for g, factor in enumerate(factors):
-                    place = places[g, k]
-                    builder.store(builder.fadd(builder.load(place), builder.fmul(factor, v)), place)
-        for g, k, target in targets:
-            store(builder, builder.load(places[g, k]), target)
+                    add((g, k), builder.fmul(factor, v))
+        for key, target in targets.items():
+            store(builder, builder.load(places[key]), target)
 
     count = _VECTORS[group]
-    steady, vectors = whole(builder, dim, count * LANES), whole(builder, dim, LANES)
-    with counting(builder, int64(0), steady, count * LANES) as i:
-        columns(i, count)
+    wide, vectors = whole(builder, dim, count * LANES), whole(builder, dim, LANES)
+    # l goes along with the first columns, where its chain of additions costs nothing.
+    with builder.if_else(builder.icmp_signed(">", wide, int64(0))) as (some, none):
+        with some:
+            columns(int64(0), count, with_sum=True)
+            with counting(builder, int64(count * LANES), wide, count * LANES) as i:
+                columns(i, count)
+        with none:
+            columns(None, 0, with_sum=True)
     if count > 1:
-        with counting(builder, steady, vectors, LANES) as i:
+        with counting(builder, wide, vectors, LANES) as i:
             columns(i, 1)
     with counting(builder, vectors, dim) as i:
         columns(i, 0)

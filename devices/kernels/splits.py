@@ -112,8 +112,8 @@ def _states_of_split(
         while visible[q] and load_float(row + 4 * visible[q] - 4) == -np.inf:
             visible[q] -= 1
         if visible[q]:
-            for i in range(head_dim_v):
-                store_float(place + 8 + 4 * i, 0.0)
+            for i in range(1, head_dim_v + 2):
+                store_float(place + 4 * i, 0.0)
             call_softmax(softmax, row, visible[q], place)
         else:
             put_identity(place, 1, head_dim_v)

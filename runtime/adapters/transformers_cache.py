@@ -152,7 +152,7 @@ class _Session:
     ) -> None:
         if max_tokens < 1:
             raise AdapterRefusal(f"max_tokens is {max_tokens}; at least 1 is needed")
-        kind = entry("tierloop.policies", policy)
+        kind = entry("policies", policy)
         self.max_tokens = max_tokens
         self._engine = Engine(platform, shape)
         try:

@@ -1,0 +1,214 @@
+"""What kernels should give, in float64 NumPy that shares no code with them, and how far their arithmetic may be off.
+
+Written from the kernels' contract (kernels/contract.py). Inputs are the stored numbers themselves, so quantisation is
+no error here. With u the unit roundoff of a device's sums and exponentials, the logit s_j = scale · q·k_j has an error
+of at most
+
+    ds_j = (d + 2)·u·scale·Σ|q||k_j| + 2u|s_j| + 2u|s_max − s_j|
+
+(products and sums, scaling, the argument of the exponential), and weights and sums over them a relative error of
+
+    β = exp(2·max_j ds_j) − 1 + (2·split_tokens + 8·partials + 16)·u
+
+of Σ p_j and Σ p_j|v_j|. It is an a-priori rounding analysis without tuned constants; what float32 kernels really do is
+within 6 % of it. A wire that rounds states adds its own rounding. Below the smallest normal number of float32 anything
+may be flushed to zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.info import Arithmetic
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+ROUNDOFF = {"float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+TINY = 2.0**-126
+
+
+def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
+    """float32 numbers as the bytes of `dtype`, rounded to nearest, ties to even; NaN stays NaN."""
+    flat = np.ascontiguousarray(numbers, dtype=np.float32).reshape(-1)
+    if dtype == "float32":
+        return flat.view(np.uint8)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return flat.astype(np.float16).view(np.uint8)
+    bits = flat.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = np.where(np.isnan(flat), (bits >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16).view(np.uint8)
+
+
+def decode(stored: NDArray[np.uint8], dtype: str) -> Float64:
+    """Bytes of `dtype` as the numbers that they are."""
+    if dtype == "bfloat16":
+        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.view(np.float32 if dtype == "float32" else np.float16).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where each row of an operand belongs: int64 (rows,) each."""
+
+    sequence: Int64
+    kv_head: Int64
+    position: Int64
+
+    @staticmethod
+    def of(runs: Int64, lengths: Int64) -> Rows:
+        """Runs int64 (n, 3) and their numbers of rows (n,)."""
+        begin = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+        within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(begin, lengths)
+        each = np.repeat(runs, lengths, axis=0)
+        return Rows(each[:, 0], each[:, 1], each[:, 2] + within)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Numbers, and by how much each may be off."""
+
+    value: Float64
+    error: Float64
+
+
+@dataclass(frozen=True)
+class States:
+    """Attention states of r roots: m and l are (r, q_len, group), acc is (r, q_len, group, head_dim_v).
+
+    `m_error` bounds the error of m; `relative` that of l, and that of acc as a share of `weight` = Σ p|v|, both after
+    rescaling to the same m.
+    """
+
+    m: Float64
+    l: Float64
+    acc: Float64
+    m_error: Float64
+    relative: Float64
+    weight: Float64
+
+
+def logits(
+    queries: Float64, keys: Float64, rows: Rows, q_positions: Int64, group: int, scale: float, arithmetic: Arithmetic
+) -> Expected:
+    """queries (S, q_len, H·group, d) × keys (rows, d) → (rows, q_len, group); masked entries are −inf."""
+    u = _unit(arithmetic)
+    n, q_len, d = len(keys), queries.shape[1], queries.shape[3]
+    value = np.full((n, q_len, group), -np.inf)
+    error = np.zeros((n, q_len, group))
+    for j in range(n):
+        sequence, head = int(rows.sequence[j]), int(rows.kv_head[j])
+        q = queries[sequence, :, head * group : (head + 1) * group]
+        counts = q_positions[sequence] >= rows.position[j]
+        value[j, counts] = scale * (q[counts] @ keys[j])
+        error[j, counts] = (d + 2) * u * abs(scale) * (np.abs(q[counts]) @ np.abs(keys[j]))
+        error[j, counts] += 2 * u * np.abs(value[j, counts]) + TINY
+    return Expected(value, error)
+
+
+def states(
+    s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens: int, arithmetic: Arithmetic
+) -> States:
+    """Logits (rows, q_len, group) × values (rows, d_v) → the states of the roots, int64 (r, 4)."""
+    u = _unit(arithmetic)
+    _, q_len, group = s.value.shape
+    r, d_v = len(roots), values.shape[1]
+    made = States(
+        np.full((r, q_len, group), -np.inf),
+        np.zeros((r, q_len, group)),
+        np.zeros((r, q_len, group, d_v)),
+        np.zeros((r, q_len, group)),
+        np.zeros((r, q_len, group)),
+        np.zeros((r, q_len, group, d_v)),
+    )
+    for i, (sequence, head, level, index) in enumerate(roots.tolist()):
+        split = rows.position // split_tokens
+        mine = (rows.sequence == sequence) & (rows.kv_head == head) & (split >> level == index)
+        partials = len(np.unique(split[mine]))
+        for t in range(q_len):
+            for g in range(group):
+                logit, off = s.value[mine, t, g], s.error[mine, t, g]
+                some = ~np.isneginf(logit)
+                if not some.any():
+                    continue
+                logit, off, v = logit[some], off[some], values[mine][some]
+                m = logit.max()
+                p = np.exp(logit - m)
+                made.m[i, t, g], made.l[i, t, g], made.acc[i, t, g] = m, p.sum(), p @ v
+                made.m_error[i, t, g] = off.max() + 4 * u * abs(m)
+                ds = float((off + 2 * u * (m - logit)).max())
+                steps = (2 * split_tokens + 8 * partials + 16) * u
+                made.relative[i, t, g] = np.expm1(2 * min(ds, 300.0)) + steps + _wire(arithmetic) * (1 + abs(m))
+                made.weight[i, t, g] = p @ np.abs(v) + TINY * (1 + np.abs(v).sum(axis=0)) / u
+    return made
+
+
+def merged(given: Float64, roots: Int64, shape: tuple[int, int, int, int, int], arithmetic: Arithmetic) -> Expected:
+    """States (r, q_len, group, 2 + d_v) → attention output (S, q_len, H·group, d_v); shape is S, q_len, H, group, d_v."""
+    u = _unit(arithmetic)
+    num_sequences, q_len, num_kv_heads, group, d_v = shape
+    value = np.zeros((num_sequences, q_len, num_kv_heads * group, d_v))
+    error = np.zeros_like(value)
+    for sequence in range(num_sequences):
+        for head in range(num_kv_heads):
+            mine = given[(roots[:, 0] == sequence) & (roots[:, 1] == head)]
+            for t in range(q_len):
+                for g in range(group):
+                    state = mine[:, t, g]
+                    state = state[~np.isneginf(state[:, 0])]
+                    if not len(state):
+                        continue
+                    far = state[:, 0].max() - state[:, 0]
+                    weight = np.exp(-far)
+                    total = weight @ state[:, 1]
+                    at = (sequence, t, head * group + g)
+                    value[at] = weight @ state[:, 2:] / total
+                    share = np.expm1(min(4 * u * float(far.max()), 300.0)) + (8 * len(state) + 16) * u
+                    error[at] = share * (weight @ np.abs(state[:, 2:])) / total + TINY
+    return Expected(value, error)
+
+
+def scores(
+    queries: Float64, summaries: Float64, rows: Rows, group: int, summary: str, reduce: str, arithmetic: Arithmetic
+) -> Expected:
+    """queries (S, 1, H·group, d) × summaries (rows, d) or (rows, 2, d) → (rows,)."""
+    u = _unit(arithmetic)
+    n, d = len(rows.position), queries.shape[3]
+    value, error = np.zeros(n), np.zeros(n)
+    for j in range(n):
+        head = int(rows.kv_head[j])
+        q = queries[int(rows.sequence[j]), 0, head * group : (head + 1) * group]
+        if summary == "mean":
+            products = q * summaries[j]
+        else:
+            products = np.maximum(q * summaries[j, 0], q * summaries[j, 1])
+        each, size = products.sum(axis=1), np.abs(products).sum(axis=1)
+        value[j] = each.max() if reduce == "max" else each.sum()
+        error[j] = (d + 2) * u * size.max() if reduce == "max" else (d + group + 2) * u * size.sum()
+        error[j] += TINY
+    return Expected(value, error)
+
+
+def topk(given: NDArray[np.float32], lengths: Int64, k: int) -> Int64:
+    """Score descending, then index ascending; NaN last; −1 where the list is shorter than k: int64 (n, k)."""
+    chosen = np.full((len(lengths), k), -1, dtype=np.int64)
+    at = 0
+    for i, length in enumerate(lengths.tolist()):
+        listed = given[at : at + length].tolist()
+        at += length
+        best = sorted(range(length), key=lambda j: (listed[j] != listed[j], 0.0 if listed[j] != listed[j] else -listed[j], j))
+        chosen[i, : min(k, length)] = best[:k]
+    return chosen
+
+
+def _unit(arithmetic: Arithmetic) -> float:
+    return max(ROUNDOFF[arithmetic.accumulator], ROUNDOFF[arithmetic.exp])
+
+
+def _wire(arithmetic: Arithmetic) -> float:
+    return ROUNDOFF[arithmetic.wire] if arithmetic.wire == "float16" else 0.0

@@ -1,0 +1,26 @@
+"""Failures: what went wrong while a command ran, as the error that its completion ends with."""
+
+from __future__ import annotations
+
+from tierloop.devices.errors import DeviceError, OutOfMemory, OutOfRange, ProtocolError
+from tierloop.devices.system import from_os
+
+
+def as_device_error(device: str, op: str, error: BaseException) -> DeviceError:
+    """The device error for an exception, which becomes its cause.
+
+    What kernels find wrong in a launch is a ValueError, so OutOfRange; a MemoryError is OutOfMemory, an OSError has a
+    kind of its own. Anything else, and whatever the function of a `dense` launch raises, is a ProtocolError.
+    """
+    if isinstance(error, DeviceError):
+        return error
+    if isinstance(error, OSError) and op != "dense":
+        return from_os(device, op, error, str(error))
+    kind: type[DeviceError] = ProtocolError
+    if isinstance(error, MemoryError):
+        kind = OutOfMemory
+    elif isinstance(error, (ValueError, IndexError)) and op != "dense":
+        kind = OutOfRange
+    result = kind(device, op, f"it failed while it ran: {type(error).__name__}: {error}")
+    result.__cause__ = error
+    return result

@@ -1,0 +1,57 @@
+"""How much memory this process may still use: what the system has left, and what its control groups allow.
+
+In a container the machine's figure says nothing; the kernel ends the process that passes its group's limit. Every
+group from the process's own up to the root may have one (version 2: memory.max; version 1: memory.limit_in_bytes).
+Pages of files that the kernel can drop at once (inactive_file) do not count as used.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+from tierloop.devices.system import HOST, System
+
+_FILES = {2: ("/sys/fs/cgroup", "memory.max", "memory.current"),
+          1: ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")}  # fmt: skip
+
+
+def available_nbytes(system: System = HOST) -> int:
+    """Bytes that may be allocated now; 0 if nothing can be learned."""
+    found = [_of_machine(system)]
+    for line in _read(system, "/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 2 if not controllers else 1
+        if version == 2 or "memory" in controllers.split(","):
+            found += [
+                _of_group(system, version, str(group)) for group in (PurePosixPath(path), *PurePosixPath(path).parents)
+            ]
+    return min((nbytes for nbytes in found if nbytes is not None), default=0)
+
+
+def _of_machine(system: System) -> int | None:
+    for line in _read(system, "/proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        if key == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _of_group(system: System, version: int, group: str) -> int | None:
+    root, limit_file, used_file = _FILES[version]
+    folder = root + group.rstrip("/")
+    limit, used = _read(system, f"{folder}/{limit_file}"), _read(system, f"{folder}/{used_file}")
+    if not limit.isdigit() or not used.isdigit():  # "max", or not there
+        return None
+    droppable = 0
+    for line in _read(system, f"{folder}/memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            droppable = int(value)
+    return max(0, int(limit) - max(0, int(used) - droppable))
+
+
+def _read(system: System, path: str) -> str:
+    try:
+        return system.read_text(path)
+    except OSError:
+        return ""

@@ -1,0 +1,32 @@
+"""Options of a device: what a platform file says under the device's name, checked key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tierloop.devices.errors import ConfigurationError, nearest
+
+
+def integer(name: str, options: dict[str, Any], key: str, default: int, least: int = 0) -> int:
+    """An integer option of at least `least`. Raises ConfigurationError."""
+    given = options.get(key, default)
+    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+        raise ConfigurationError(f"{name}: {key} = {given!r}; allowed: an integer of at least {least}")
+    return given
+
+
+def names(name: str, options: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names, or the keys of a table of them (as the registry gives routes). Raises ConfigurationError."""
+    given = options.get(key, ())
+    if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+        raise ConfigurationError(f"{name}: {key} = {given!r}; allowed: a list of names")
+    return tuple(given)
+
+
+def refuse_unknown(name: str, options: dict[str, Any], known: list[str]) -> None:
+    """Raises ConfigurationError for an option that the driver does not have."""
+    for key in options:
+        if key not in known:
+            raise ConfigurationError(
+                f"{name}: option {key!r} is unknown: {nearest(key, known)}; options: {', '.join(known) or 'none'}"
+            )

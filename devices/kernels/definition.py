@@ -1,0 +1,218 @@
+"""The living definition of every kernel: slow, obvious NumPy in float64, read beside contract.py.
+
+No tiles, no splits, no order of sums: what a kernel *means*. The `reference` driver runs it, and every other device is
+compared with it within the rounding bound. Operands come and go as bytes end to end. Raises ValueError for arguments
+that do not fit each other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.kernels.contract import (
+    ITEMSIZE,
+    Append,
+    Attend,
+    Combine,
+    Dense,
+    Gather,
+    KernelArgs,
+    Logits,
+    Merge,
+    Score,
+    Topk,
+)
+
+Float64 = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
+
+
+class Given(NamedTuple):
+    """A read operand: its bytes end to end, and the sizes of its spans in bytes."""
+
+    bytes: Bytes
+    sizes: NDArray[np.int64]
+
+
+def define(args: KernelArgs, reads: list[Given], write_nbytes: list[int]) -> list[Bytes]:
+    """The bytes that the kernel writes, one array for each write operand of `write_nbytes` bytes."""
+    if isinstance(args, Dense):
+        writes = [np.zeros(nbytes, np.uint8) for nbytes in write_nbytes]
+        if args.function is not None:
+            args.function([read.bytes for read in reads], writes)
+        return writes
+    if isinstance(args, Attend):
+        result = attend(args, *reads)
+    elif isinstance(args, Logits):
+        result = logits(args, *reads)
+    elif isinstance(args, Combine):
+        result = combine(args, *reads)
+    elif isinstance(args, Merge):
+        result = merge(args, *reads)
+    elif isinstance(args, Score):
+        result = score(args, *reads)
+    elif isinstance(args, Topk):
+        return [topk(args, *reads).view(np.uint8).ravel()]
+    elif isinstance(args, Append):
+        return [encode(numbers(reads[0].bytes, "float32"), args.dtype)]
+    else:
+        assert isinstance(args, Gather)
+        return [reads[0].bytes]
+    with np.errstate(over="ignore"):
+        return [result.astype(np.float32).view(np.uint8).ravel()]
+
+
+def numbers(stored: Bytes, dtype: str) -> Float64:
+    """Stored numbers, exactly: (bytes / item size,)."""
+    with np.errstate(invalid="ignore"):
+        if dtype == "float32":
+            return stored.view(np.float32).astype(np.float64)
+        if dtype == "float16":
+            return stored.view(np.float16).astype(np.float64)
+        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def encode(exact: Float64, dtype: str) -> Bytes:
+    """The nearest stored numbers, ties to even, of numbers that are float32 already."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = exact.astype(np.float32)
+        if dtype == "float32":
+            return single.view(np.uint8)
+        if dtype == "float16":
+            return single.astype(np.float16).view(np.uint8)
+    bits = single.view(np.uint32)
+    odd = (bits >> 16) & 1
+    rounded = (bits + 0x7FFF + odd) >> 16
+    return np.where(np.isnan(single), (bits >> 16) | 0x40, rounded).astype(np.uint16).view(np.uint8)
+
+
+class Rows(NamedTuple):
+    """Of every row: sequence, KV head and position, int64 (rows,)."""
+
+    sequence: NDArray[np.int64]
+    kv_head: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+
+def rows_of(runs: NDArray[np.int64], sizes: NDArray[np.int64], row_nbytes: int) -> Rows:
+    """The rows of runs (n, 3) whose spans have `sizes` bytes; in order, and each one once."""
+    counts, rest = np.divmod(sizes, row_nbytes)
+    if rest.any():
+        raise ValueError(f"the span of run {int(rest.argmax())} is no whole number of rows")
+    which = np.repeat(np.arange(len(runs)), counts)
+    offset = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = Rows(runs[which, 0], runs[which, 1], runs[which, 2] + offset)
+    order = np.lexsort((rows.position, rows.kv_head, rows.sequence))
+    table = np.stack(rows, axis=1)
+    if (order != np.arange(len(order))).any() or (len(table) > 1 and (table[1:] == table[:-1]).all(axis=1).any()):
+        raise ValueError("the runs are out of order or overlap")
+    if (runs < 0).any():
+        raise ValueError("a run names a negative sequence, KV head or position")
+    return rows
+
+
+def query_rows(args: Attend | Logits | Score, stored: Bytes) -> Float64:
+    """Queries as (num_sequences, q_len, num_kv_heads, group, head_dim)."""
+    q_len = 1 if isinstance(args, Score) else args.q_len
+    return numbers(stored, "float32").reshape(args.num_sequences, q_len, args.num_kv_heads, args.group, args.head_dim)
+
+
+def masked_logits(args: Attend | Logits, queries: Given, keys: Given) -> tuple[Rows, Float64]:
+    """scale · q·k of every row with the queries of its KV head, −∞ where masked: (rows, q_len, group)."""
+    row_nbytes = args.head_dim * ITEMSIZE[args.dtype]
+    rows = rows_of(args.runs, keys.sizes, row_nbytes)
+    if (rows.sequence >= args.num_sequences).any() or (rows.kv_head >= args.num_kv_heads).any():
+        raise ValueError("a run names a sequence or KV head that does not exist")
+    k = numbers(keys.bytes, args.dtype).reshape(-1, args.head_dim)
+    q = query_rows(args, queries.bytes)[rows.sequence, :, rows.kv_head]
+    s = args.scale * np.einsum("rqgd,rd->rqg", q, k)
+    counts = rows.position[:, None] <= args.q_positions[rows.sequence]
+    return rows, np.where(counts[:, :, None], s, -np.inf)
+
+
+def states(args: Attend | Combine, rows: Rows, s: Float64, v: Float64) -> Float64:
+    """The states of the roots from logits (rows, q_len, group) and values (rows, head_dim_v)."""
+    result = np.zeros((len(args.roots), args.q_len, args.group, 2 + args.head_dim_v))
+    times_covered = np.zeros(len(v), dtype=np.int64)
+    for root, (sequence, kv_head, level, index) in enumerate(args.roots.tolist()):
+        first, end = index << level, (index + 1) << level
+        split = rows.position // args.split_tokens
+        mine = (rows.sequence == sequence) & (rows.kv_head == kv_head) & (first <= split) & (split < end)
+        times_covered += mine
+        result[root] = state(s[mine], v[mine])
+    if (times_covered != 1).any():
+        raise ValueError(f"row {int((times_covered != 1).argmax())} is not covered by exactly one root")
+    return result
+
+
+def state(s: Float64, v: Float64) -> Float64:
+    """(m, l, acc…) of some rows: logits (rows, q_len, group), values (rows, head_dim_v) → (q_len, group, 2 + dim)."""
+    # The maximum travels as float32, so the exponentials are taken against that number and no other.
+    m = s.max(axis=0, initial=-np.inf).astype(np.float32).astype(np.float64)
+    p = np.exp(s - np.where(np.isneginf(m), 0.0, m))
+    return np.concatenate([m[..., None], p.sum(axis=0)[..., None], np.einsum("rqg,rd->qgd", p, v)], axis=-1)
+
+
+def attend(args: Attend, queries: Given, keys: Given, values: Given) -> Float64:
+    """softmax(scale · q·K)·V, left un-normalised, for each root."""
+    rows, s = masked_logits(args, queries, keys)
+    if not np.array_equal(keys.sizes * args.head_dim_v, values.sizes * args.head_dim):
+        raise ValueError("keys and values have different runs")
+    return states(args, rows, s, numbers(values.bytes, args.dtype).reshape(-1, args.head_dim_v))
+
+
+def logits(args: Logits, queries: Given, keys: Given) -> Float64:
+    """The logits of every row, in the order of the runs."""
+    return masked_logits(args, queries, keys)[1]
+
+
+def combine(args: Combine, given: Given, values: Given) -> Float64:
+    """The states of logits that were computed elsewhere."""
+    rows = rows_of(args.runs, values.sizes, args.head_dim_v * ITEMSIZE[args.dtype])
+    s = numbers(given.bytes, "float32").reshape(-1, args.q_len, args.group)
+    return states(args, rows, s, numbers(values.bytes, args.dtype).reshape(-1, args.head_dim_v))
+
+
+def merge(args: Merge, given: Given) -> Float64:
+    """The output acc / l of all states of a sequence and KV head: (num_sequences, q_len, heads, head_dim_v)."""
+    parts = numbers(given.bytes, "float32").reshape(len(args.roots), args.q_len, args.group, 2 + args.head_dim_v)
+    ranges = [(s, h, index << level, (index + 1) << level) for s, h, level, index in args.roots.tolist()]
+    for (s, h, _, end), (next_s, next_h, start, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False):
+        if (s, h) == (next_s, next_h) and start < end:
+            raise ValueError(f"two roots of sequence {s}, KV head {h} overlap")
+    output = np.zeros((args.num_sequences, args.q_len, args.num_kv_heads, args.group, args.head_dim_v))
+    for sequence in range(args.num_sequences):
+        for kv_head in range(args.num_kv_heads):
+            mine = parts[(args.roots[:, 0] == sequence) & (args.roots[:, 1] == kv_head)]
+            m = mine[..., 0].max(axis=0, initial=-np.inf)
+            weight = np.exp(mine[..., 0] - np.where(np.isneginf(m), 0.0, m))[..., None]
+            total = (weight * mine[..., 1:]).sum(axis=0)
+            output[sequence, :, kv_head] = np.divide(
+                total[..., 1:], total[..., :1], out=np.zeros_like(total[..., 1:]), where=total[..., :1] != 0
+            )
+    return output
+
+
+def score(args: Score, queries: Given, summaries: Given) -> Float64:
+    """One score per block: q · mean, or Σ_c max(q_c·min_c, q_c·max_c); the best or the sum over the group."""
+    parts = 2 if args.summary == "minmax" else 1
+    rows = rows_of(args.runs, summaries.sizes, parts * args.head_dim * 4)
+    if (rows.sequence >= args.num_sequences).any() or (rows.kv_head >= args.num_kv_heads).any():
+        raise ValueError("a run names a sequence or KV head that does not exist")
+    q = query_rows(args, queries.bytes)[rows.sequence, 0, rows.kv_head]
+    summary = numbers(summaries.bytes, "float32").reshape(-1, parts, 1, args.head_dim)
+    each = np.max(q[:, None] * summary, axis=1).sum(axis=-1)
+    return np.asarray(each.max(axis=1) if args.reduce == "max" else each.sum(axis=1))
+
+
+def topk(args: Topk, scores: Given) -> NDArray[np.int64]:
+    """Indices (n, k) of the best of each list, −1 where there are not so many."""
+    best = np.full((len(args.lengths), args.k), -1, dtype=np.int64)
+    lists = np.split(numbers(scores.bytes, "float32"), np.cumsum(args.lengths)[:-1]) if len(args.lengths) else []
+    for row, one in zip(best, lists, strict=True):
+        order = np.lexsort((np.arange(len(one)), -one))[: args.k]
+        row[: len(order)] = order
+    return best

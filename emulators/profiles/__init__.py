@@ -1,0 +1,1 @@
+"""Profiles: devices as TOML files, with a source for every constant (emulators/profile.py)."""

@@ -1,0 +1,110 @@
+"""`tierloop doctor`: what is here, real or emulated, why something is not usable, and what this machine can promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from tierloop.devices.errors import ConfigurationError
+from tierloop.tools import options
+from tierloop.tools.console import Results, results, say
+from tierloop.tools.table import amount
+
+WALL_PLATFORM = "demo-wall"
+
+
+def doctor(
+    path: Annotated[
+        list[Path] | None, typer.Option("--path", help="A file or block device to probe as a drive. Repeatable.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave the measurements out.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say what is here, real or emulated, why something is not usable, and what this machine's clock can promise.
+
+    Writes to no device. Exit codes: 0 good, 2 a path that was given cannot be used.
+    """
+    from tierloop.devices.registry import list_platforms
+    from tierloop.tools.inventory import inventory
+    from tierloop.tools.timing_floor import measure
+
+    with results(as_json) as shown:
+        found = inventory(path or ())
+        platforms = list_platforms()
+        say("looking at devices" if quick else "measuring this machine; close other programs for the best it can do")
+        floor = None if quick else measure()
+        dilation = None if quick else smallest_dilations()
+        shown.json(
+            {
+                "devices": [device.to_json() for device in found],
+                "platforms": [
+                    {"name": p.name, "clock": p.clock, "usable": not p.reasons, "reasons": list(p.reasons)}
+                    for p in platforms
+                ],
+                "timing_floor": floor.to_json() if floor is not None else {},
+                "dilation": dilation or {},
+            }
+        )
+        devices = [(d.name, d.kind, d.provenance, _mark(d.usable), "; ".join(d.reasons)) for d in found]
+        shown.show(_table("devices", ("name", "kind", "provenance", "usable", "why"), devices))
+        machines = [(p.name, p.clock, _mark(not p.reasons), p.description or "; ".join(p.reasons)) for p in platforms]
+        shown.show(_table("platforms", ("name", "clock", "usable", "about"), machines))
+        if floor is not None and dilation is not None:
+            _show_floor(shown, floor.to_json(), dilation)
+    refused = [device for device in found if path and device.name in map(str, path) and not device.usable]
+    if refused:
+        raise ConfigurationError("; ".join(f"{device.name}: {'; '.join(device.reasons)}" for device in refused))
+
+
+def smallest_dilations() -> dict[str, Any]:
+    """The smallest σ at which this host can stand for the devices of `demo-wall`, and the σ that `auto` takes."""
+    from tierloop.devices.host_speed import HEADROOM_PERCENT, host_speed, smallest_dilation
+    from tierloop.devices.registry import open_platform
+
+    with open_platform(WALL_PLATFORM, clock="virtual") as platform:
+        infos = [d.info for d in platform.devices.values() if d.info.provenance == "emulated"]
+        smallest = smallest_dilation(infos, host_speed())
+    automatic = smallest if smallest == 1 else -(-smallest * HEADROOM_PERCENT // 100)
+    return {"platform": WALL_PLATFORM, "smallest": smallest, "auto": automatic}
+
+
+def _show_floor(shown: Results, floor: dict[str, int], dilation: dict[str, Any]) -> None:
+    smallest = floor["smallest_latency_ns"]
+    lateness = " / ".join(f"{floor[f'lateness_{which}_ns'] / 1000:,.1f}" for which in ("p50", "p99", "worst"))
+    shown.show(
+        _table(
+            "timing floor of this machine",
+            ("what", "value"),
+            [
+                ("lateness of the wall clock: median / 99th percentile / worst", f"{lateness} µs"),
+                (
+                    "smallest latency that holds",
+                    f"{smallest / 1000:,.0f} µs" if smallest else "none up to 10 ms: the machine is busy",
+                ),
+                ("copy by one thread", f"{amount(floor['copy_bytes_per_s'])}/s"),
+                ("highest rate that can be promised", f"{amount(floor['highest_rate_bytes_per_s'])}/s"),
+                ("events of the clock", f"{floor['events_per_s']:,}/s"),
+                (
+                    f"smallest honest σ for {dilation['platform']}",
+                    f"{dilation['smallest']} (auto takes {dilation['auto']})",
+                ),
+            ],
+        )
+    )
+
+
+def _mark(usable: bool) -> str:
+    return "yes" if usable else "no"
+
+
+def _table(title: str, headings: tuple[str, ...], rows: list[Any]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -99,20 +99,21 @@ def segments(command: Command) -> Operand:
 
 
 class Traffic:
-    """Bytes that a command takes out of and puts into each memory, counted where they lie."""
+    """Bytes that a command takes out of and puts into each memory, counted where they lie.
+
+    `device.check` counts while it checks; without a command there is nothing yet.
+    """
 
     __slots__ = ("phantom", "read", "written")
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: Command | None = None) -> None:
+        self.read: dict[str, int] = {}
+        self.written: dict[str, int] = {}
         self.phantom = False
-        self.read = self._count(read_segments(command))
-        self.written = self._count(write_segments(command))
-
-    def _count(self, segments: Operand) -> dict[str, int]:
-        count: dict[str, int] = {}
-        for region, spans in segments:
-            memory = region.memory
-            count[memory] = count[memory] + spans.nbytes if memory in count else spans.nbytes
-            if region.phantom:
-                self.phantom = True
-        return count
+        if command is not None:
+            for region, spans in read_segments(command):
+                self.read[region.memory] = self.read.get(region.memory, 0) + spans.nbytes
+                self.phantom = self.phantom or region.phantom
+            for region, spans in write_segments(command):
+                self.written[region.memory] = self.written.get(region.memory, 0) + spans.nbytes
+                self.phantom = self.phantom or region.phantom

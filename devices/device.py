@@ -23,23 +23,19 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import (
     Command,
     Copy,
-    Flush,
     Launch,
     Operand,
     Read,
     Traffic,
     Write,
-    read_segments,
     segments,
     verb,
-    write_segments,
 )
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import Misaligned, OutOfRange, Unsupported
 from tierloop.devices.info import DeviceInfo, ExecutorInfo
 from tierloop.devices.kernels import contract
 from tierloop.devices.regions import Region
-
 
 _UINT8 = np.dtype(np.uint8)
 
@@ -88,38 +84,65 @@ def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
     Returns the command's traffic. Raises OutOfRange, Misaligned or Unsupported.
     """
     executor = info.executor_of(queue)
-    kind = type(command)
     op = verb(command)
     if executor is None:
         queues = sorted(q for e in info.executors for q in e.queues)
         raise OutOfRange(info.name, op, f"queue {queue} does not exist; queues: {queues}")
-    allowed = executor.kernels if kind is Launch else executor.verbs
+    allowed = executor.kernels if isinstance(command, Launch) else executor.verbs
     if op not in allowed:
         raise Unsupported(info.name, op, f"executor {executor.name} offers {sorted(executor.verbs | executor.kernels)}")
-    for region, spans in segments(command):
+    traffic = Traffic()
+    if isinstance(command, Launch):
+        reads = [_check_operand(info, executor, op, operand, traffic, traffic.read) for operand in command.reads]
+        writes = [_check_operand(info, executor, op, operand, traffic, traffic.written) for operand in command.writes]
+        wrong = contract.check(command.args, reads, writes)
+        if wrong:
+            raise OutOfRange(info.name, op, wrong)
+        _check_dtype(info, executor, command, op)
+        return traffic
+    if isinstance(command, Copy):
+        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read)
+        _, room = _check_operand(info, executor, op, (command.target,), traffic, traffic.written)
+        if nbytes != room:
+            raise OutOfRange(info.name, op, f"{nbytes} bytes do not fit {room} bytes")
+    elif isinstance(command, Read):
+        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read)
+        _check_buffer(info, command.into, nbytes, op)
+        if not command.into.flags.writeable:
+            raise OutOfRange(info.name, op, "the buffer to read into is read-only")
+    elif isinstance(command, Write):
+        _, nbytes = _check_operand(info, executor, op, (command.target,), traffic, traffic.written)
+        _check_buffer(info, command.data, nbytes, op)
+    else:
+        _check_operand(info, executor, op, (command.target,), Traffic(), {})
+        return traffic
+    if executor.largest_transfer and nbytes > executor.largest_transfer:
+        raise OutOfRange(info.name, op, f"{nbytes} bytes in one command; at most {executor.largest_transfer}")
+    return traffic
+
+
+def _check_operand(
+    info: DeviceInfo, executor: ExecutorInfo, op: str, operand: Operand, traffic: Traffic, count: dict[str, int]
+) -> tuple[int, int]:
+    """Check segments and add their bytes to `count`, by memory; returns the number of spans and bytes."""
+    num_spans = nbytes = 0
+    for region, spans in operand:
         if region.freed:
             raise OutOfRange(info.name, op, f"{region} was used after it was freed")
         if spans.end > region.nbytes:
             raise OutOfRange(info.name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
-        if executor.path(region.memory) is None:
-            reach = sorted(p.memory for p in executor.paths)
-            raise Unsupported(info.name, op, f"executor {executor.name} does not reach {region.memory}; it has {reach}")
-    traffic = Traffic(command)
-    if isinstance(command, Launch):
-        wrong = contract.check(command.args, _sizes(command.reads), _sizes(command.writes))
-        if wrong:
-            raise OutOfRange(info.name, op, wrong)
-        _check_dtype(info, executor, command, op)
-    elif isinstance(command, (Read, Write)):
-        _check_buffer(info, command, op)
-    elif isinstance(command, Copy) and command.source.spans.nbytes != command.target.spans.nbytes:
-        raise OutOfRange(
-            info.name, op, f"{command.source.spans.nbytes} bytes do not fit {command.target.spans.nbytes} bytes"
-        )
-    largest = executor.largest_transfer
-    if largest and kind is not Launch and kind is not Flush and _nbytes(command) > largest:
-        raise OutOfRange(info.name, op, f"{_nbytes(command)} bytes in one command; at most {largest}")
-    return traffic
+        memory = region.memory
+        if memory not in count:
+            if executor.path(memory) is None:
+                reach = sorted(p.memory for p in executor.paths)
+                raise Unsupported(info.name, op, f"executor {executor.name} does not reach {memory}; it has {reach}")
+            count[memory] = 0
+        if region.phantom:
+            traffic.phantom = True
+        count[memory] += spans.nbytes
+        nbytes += spans.nbytes
+        num_spans += len(spans)
+    return num_spans, nbytes
 
 
 def check_alignment(info: DeviceInfo, command: Command, memory: str, alignment: int) -> None:
@@ -141,23 +164,13 @@ def _off_grid(array: NDArray[np.int64], alignment: int) -> bool:
     return bool((array % alignment).any())
 
 
-def _nbytes(command: Command) -> int:
-    return sum(s.nbytes for _, s in read_segments(command) or write_segments(command))
-
-
-def _sizes(operands: tuple[Operand, ...]) -> list[tuple[int, int]]:
-    return [(sum([len(s) for _, s in operand]), sum([s.nbytes for _, s in operand])) for operand in operands]
-
-
 def _check_dtype(info: DeviceInfo, executor: ExecutorInfo, command: Launch, op: str) -> None:
     dtype = getattr(command.args, "dtype", None)
     if dtype is not None and dtype not in executor.dtypes:
         raise Unsupported(info.name, op, f"dtype {dtype}; executor {executor.name} has {sorted(executor.dtypes)}")
 
 
-def _check_buffer(info: DeviceInfo, command: Read | Write, op: str) -> None:
-    buffer = command.into if isinstance(command, Read) else command.data
-    segment = command.source if isinstance(command, Read) else command.target
+def _check_buffer(info: DeviceInfo, buffer: NDArray[np.uint8], nbytes: int, op: str) -> None:
     if not isinstance(buffer, np.ndarray):
         raise OutOfRange(info.name, op, f"host buffers are NumPy arrays, got {type(buffer).__name__}")
     if buffer.dtype != _UINT8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
@@ -166,7 +179,5 @@ def _check_buffer(info: DeviceInfo, command: Read | Write, op: str) -> None:
             op,
             f"host buffers are C-contiguous uint8 (n,), got {buffer.dtype} {buffer.shape} {buffer.strides}",
         )
-    if buffer.nbytes != segment.spans.nbytes:
-        raise OutOfRange(info.name, op, f"a buffer of {buffer.nbytes} bytes for spans of {segment.spans.nbytes} bytes")
-    if isinstance(command, Read) and not buffer.flags.writeable:
-        raise OutOfRange(info.name, op, "the buffer to read into is read-only")
+    if buffer.nbytes != nbytes:
+        raise OutOfRange(info.name, op, f"a buffer of {buffer.nbytes} bytes for spans of {nbytes} bytes")

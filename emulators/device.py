@@ -230,7 +230,6 @@ class EmulatedDevice:
             job.future = self._numerics.begin(
                 self._name,
                 completion.command,
-                cost.flops,
                 lambda outcome: self._clock.post(self._computed, job, outcome),
             )
 
@@ -243,7 +242,7 @@ class EmulatedDevice:
             if job.cost.fault or completion.traffic.phantom:
                 job.outcome = (job.cost.flops, None)
             else:
-                job.outcome = self._numerics.now(self._name, completion.command, job.cost.flops)
+                job.outcome = self._numerics.now(self._name, completion.command)
         self._finish(job)
 
     def _computed(self, job: Job, outcome: Outcome) -> None:

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write, verb
 from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Timeout
-from tierloop.devices.kernels import copy_bytes, run, warm_up
 from tierloop.emulators.fabric import Fabric
 
 SMALL_NBYTES = 32 << 10
@@ -32,8 +31,9 @@ class Numerics:
         self._fabric = fabric
         self._cores = os.cpu_count() or 1
         self._pool: ThreadPoolExecutor | None = None
+        self._kernels: tuple[Callable[..., int], Callable[..., None]] | None = None
         if not fabric.clock.virtual:
-            warm_up()  # a kernel that compiles while its time runs would break the promise
+            self._load()  # a kernel that compiles while its time runs would break the promise
 
     @classmethod
     def of(cls, fabric: Fabric) -> Numerics:
@@ -45,17 +45,17 @@ class Numerics:
         assert isinstance(numerics, Numerics)
         return numerics
 
-    def now(self, device: str, command: Command, flops: int) -> Outcome:
-        """Carry a command out on this thread; `flops` is what its kernel computes, for kernels that do not count."""
-        return self._carry_out(device, command, flops, self._cores)
+    def now(self, device: str, command: Command) -> Outcome:
+        """Carry a command out on this thread."""
+        return self._carry_out(device, command, self._cores)
 
-    def begin(self, device: str, command: Command, flops: int, done: Callable[[Outcome], None]) -> Future[None] | None:
+    def begin(self, device: str, command: Command, done: Callable[[Outcome], None]) -> Future[None] | None:
         """Carry a command out on a thread; `done` is called there. None if it is too small to be worth it."""
         if isinstance(command, (Read, Write, Copy)) and _nbytes(command) <= SMALL_NBYTES:
             return None
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._cores, thread_name_prefix="emulator")
-        return self._pool.submit(lambda: done(self._carry_out(device, command, flops, 1)))
+        return self._pool.submit(lambda: done(self._carry_out(device, command, 1)))
 
     def leave(self, device: str, running: list[Future[None]]) -> None:
         """Wait for a device's running work, so that no buffer is touched after it was closed. Raises Timeout."""
@@ -68,10 +68,19 @@ class Numerics:
             self._pool.shutdown(wait=False)
             self._pool = None
 
-    def _carry_out(self, device: str, command: Command, flops: int, threads: int) -> Outcome:
+    def _load(self) -> tuple[Callable[..., int], Callable[..., None]]:
+        """The kernels; they compile when they are first needed, and importing them at each command would cost 2 µs."""
+        from tierloop.devices.kernels.copying import copy_bytes
+        from tierloop.devices.kernels.launching import run
+
+        self._kernels = (run, copy_bytes)
+        return self._kernels
+
+    def _carry_out(self, device: str, command: Command, threads: int) -> Outcome:
+        run, copy_bytes = self._kernels or self._load()
         try:
             if isinstance(command, Launch):
-                return run(command, self._fabric.bytes_of, threads) or flops, None
+                return run(command, self._fabric.bytes_of, threads), None
             if not isinstance(command, Flush):
                 copy_bytes(command, self._fabric.bytes_of)
             return 0, None

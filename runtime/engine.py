@@ -93,9 +93,9 @@ class Engine:
         """The memory that host buffers live in: the platform's `host`, else the first of kind cpu."""
         return self.platform.host or self.memory("cpu")
 
-    def pool(self, memory: str, num_slots: int) -> Pool:
-        """Cut `num_slots` block slots out of a memory. Raises TierTooSmall."""
-        pool = Pool(self.platform.memory_owner(memory), memory, num_slots, self.shape.block_nbytes)
+    def pool(self, memory: str, num_slots: int, slot_nbytes: int = 0) -> Pool:
+        """Cut `num_slots` slots (default: of a block's size) out of a memory. Raises TierTooSmall."""
+        pool = Pool(self.platform.memory_owner(memory), memory, num_slots, slot_nbytes or self.shape.block_nbytes)
         self._pools.append(pool)
         return pool
 

@@ -53,7 +53,6 @@ class InPlaceAttention:
         self._lanes: dict[str, Lane | None] = {}
         self._scratch: dict[tuple[str, int], Region] = {}
         self._plans: dict[tuple[object, ...], list[_Share]] = {}
-        self._staging: Pool | None = None
         self._staged: dict[tuple[str, int], _Staged] = {}
         self._readers: list[Completion] = []
         """The newest launch that reads staged blocks: their slots are free again after it."""
@@ -70,10 +69,16 @@ class InPlaceAttention:
             self._lanes[memory] = self._engine.runner("attend", memory)
         return self._lanes[memory]
 
-    def reserve_staging(self, num_slots: int) -> None:
-        """Take host memory for staged blocks. Raises TierTooSmall."""
-        if num_slots:
-            self._staging = self._engine.pool(self._engine.host, num_slots)
+    def staging(self, num_slots: int, memories: list[str]) -> Pool:
+        """Host memory for staged blocks of a request, in slots of the size that these memories use.
+
+        Whoever asks keeps it in `request.state["staging"]` and gives it back. Raises TierTooSmall.
+        """
+        grid = 1
+        for memory in memories:
+            info = self._engine.platform.memory_owner(memory).info.memory(memory)
+            grid = max(grid, info.alignment if info else 1)
+        return self._engine.pool(self._engine.host, num_slots, -(-self._engine.shape.block_nbytes // grid) * grid)
 
     def stage(self, request: Request, layer: int, chosen: Chosen | None = None) -> None:
         """Start copying the chosen blocks that nobody attends over to the host; does nothing for the others."""
@@ -81,20 +86,21 @@ class InPlaceAttention:
         heads, blocks = chosen if chosen is not None else table.all_blocks(layer)
         places = table.places(layer, heads, blocks)
         far = np.isin(places.pools, self._far(table)).any(axis=0)
-        if self._staging is None or not far.any() or (request.name, layer) in self._staged:
+        if not far.any() or (request.name, layer) in self._staged:
             return
+        staging: Pool = request.state["staging"]
         heads, blocks = heads[far], blocks[far]
         pools, sources = places.pools[:, far].reshape(-1), places.offsets[:, far].reshape(-1)
-        targets = self._staging.take(len(sources))
+        targets = staging.take(len(sources))
         done = []
         for number in np.unique(pools).tolist():
             pool, of_pool = table.pools[number], pools == number
-            nbytes = max(pool.slot_nbytes, self._staging.slot_nbytes)
-            assert pool.slot_nbytes == self._staging.slot_nbytes, "staging slots have the size of the drive's"
-            lane = self._engine.mover(pool.memory, self._staging.memory)
+            nbytes = pool.slot_nbytes
+            assert nbytes <= staging.slot_nbytes, "a staging slot holds a slot of any drive"
+            lane = self._engine.mover(pool.memory, staging.memory)
             assert lane is not None, "checked when the policy was made"
             source = Segment(pool.region, _runs(sources[of_pool], nbytes))
-            target = Segment(self._staging.region, Spans.equal(targets[of_pool], nbytes))
+            target = Segment(staging.region, Spans.equal(targets[of_pool], nbytes))
             done.append(lane.submit(Copy(source, target), self._readers))
         self._staged[request.name, layer] = _Staged(heads, blocks, targets.reshape(2, -1), done)
 
@@ -222,8 +228,7 @@ class InPlaceAttention:
         if (request.name, layer) not in self._staged:
             self.stage(request, layer, (heads, blocks))
         staged = self._staged[request.name, layer]
-        assert self._staging is not None
-        number = table.number(self._staging)
+        number = table.number(request.state["staging"])
         width = table.pool.shape[3]
         held = staged.heads * width + staged.blocks
         at = np.searchsorted(held, heads[mine] * width + blocks[mine])
@@ -235,8 +240,8 @@ class InPlaceAttention:
     def _release_staged(self, layer: int, batch: Batch) -> None:
         for request in batch.requests:
             staged = self._staged.pop((request.name, layer), None)
-            if staged is not None and self._staging is not None:
-                self._staging.give(staged.offsets.reshape(-1))
+            if staged is not None:
+                request.state["staging"].give(staged.offsets.reshape(-1))
 
     def _queries(self, lane: Lane, layer: int, batch: Batch) -> tuple[Segment, list[Completion]]:
         if lane.device is self._engine.dense.device:

@@ -110,7 +110,7 @@ class Recorder:
         logits = self._scale * (query @ keys.T)
         dense = _softmax(logits) @ values
         if step.attended is None:
-            expected, chosen = dense, slice(None)
+            expected = dense
             bound = self._bound(query, logits, keys, values)
         else:
             chosen = _positions(step.attended[head], shape.block_tokens, visible)

@@ -14,6 +14,7 @@ import numpy as np
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.runtime.blocks import Pool
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.in_place import InPlaceAttention
 from tierloop.runtime.policy import Int64, Policy, Request
 
 
@@ -54,12 +55,22 @@ class Placed(Policy):
             pools[memory] = self.engine.pool(memory, homes.count(memory) * per_block)
         request.state["homes"] = np.array([list(pools).index(m) for m in homes], dtype=np.int64)
 
+    def take_staging(self, request: Request, attention: InPlaceAttention) -> None:
+        """Host memory for two layers of the request's blocks that nobody attends over. Raises TierTooSmall."""
+        homes = self.homes(request)
+        far = [m for m in dict.fromkeys(homes) if attention.lane(m) is None]
+        if far:
+            slots = 2 * sum(homes.count(m) for m in far) * 2 * self.shape.num_kv_heads
+            request.state["staging"] = attention.staging(slots, far)
+
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         homes = request.state["homes"][blocks]
         return [(pool, blocks[homes == i]) for i, pool in enumerate(request.state["pools"].values())]
 
     async def release(self, request: Request) -> None:
-        pools = list(request.state.get("pools", {}).values())
+        pools = [*request.state.get("pools", {}).values()]
+        if "staging" in request.state:
+            pools.append(request.state["staging"])
         await super().release(request)
         for pool in pools:
             self.engine.drop_pool(pool)

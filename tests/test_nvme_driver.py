@@ -278,7 +278,7 @@ def test_nothing_settles_before_the_clock_runs(rig: Rig) -> None:
     region = rig.device.alloc(4096)
     completion = rig.device.submit(Read(region.all(), np.empty(4096, dtype=np.uint8)))
     assert not completion.done
-    with pytest.raises(Busy, match="used by 1 commands"):
+    with pytest.raises(Busy, match="used by a command"):
         rig.device.free(region)
     wait(rig.site.clock, completion)
     rig.device.free(region)
@@ -320,13 +320,13 @@ def test_a_region_that_is_freed_or_foreign_is_refused(fake: Rig) -> None:
     for command in (Read(region.all(), buffer), Flush(region.all())):
         with pytest.raises(OutOfRange, match="freed"):
             fake.device.submit(command)
-    with pytest.raises(OutOfRange, match="freed"):
+    with pytest.raises(OutOfRange, match="not allocated here"):
         fake.device.free(region)
     fake.device.alloc(4096)
     forged = Region("nvme0", "nvme0", 1, 1 * MIB)
-    with pytest.raises(OutOfRange, match="not a region of this device"):
+    with pytest.raises(OutOfRange, match="not allocated here"):
         fake.device.submit(Read(forged.at(0, 4096), buffer))
-    with pytest.raises(OutOfRange, match="not a region of this device"):
+    with pytest.raises(OutOfRange, match="not allocated here"):
         fake.device.offset_of(forged)
 
 
@@ -358,18 +358,18 @@ def test_what_the_engine_cannot_do_is_refused_beforehand(fake: Rig) -> None:
     with pytest.raises(OutOfRange, match="no memory 'hbm'"):
         device.alloc(4096, memory="hbm")
     for nbytes in (0, -1):
-        with pytest.raises(OutOfRange, match="at least 1"):
+        with pytest.raises(OutOfRange, match="a region has at least 1"):
             device.alloc(nbytes)
 
 
 def test_a_capacity_is_a_limit_and_freed_bytes_are_found_again(rig: Rig) -> None:
     regions = [rig.device.alloc(1 * MIB) for _ in range(8)]
-    with pytest.raises(OutOfMemory, match="4096 bytes of 8388608: 0 are free"):
+    with pytest.raises(OutOfMemory, match="0 of 8388608 are free in nvme0"):
         rig.device.alloc(4096)
-    for region in (regions[2], regions[4], regions[3]):
+    for region in (regions[2], regions[4], regions[3], regions[7]):
         rig.device.free(region)
-    with pytest.raises(OutOfMemory, match="the largest piece has 3145728"):
-        rig.device.alloc(3 * MIB + 1)
+    with pytest.raises(OutOfMemory, match="the largest piece that is free has 3145728"):
+        rig.device.alloc(3 * MIB + 4096)
     grown = rig.device.alloc(3 * MIB)
     assert rig.device.offset_of(grown) == rig.device.offset_of(regions[1]) + 1 * MIB
 

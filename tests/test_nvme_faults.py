@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
 from tests.fake_system import FakeSystem
 from tests.nvme_rig import MIB, Rig, bytes_of, on_fake
-
-from tierloop.devices.commands import Copy, Flush, Read, Write
+from tierloop.devices.commands import Command, Copy, Flush, Read, Write
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER
 from tierloop.devices.errors import (
     Busy,
@@ -47,6 +47,13 @@ def region(rig: Rig) -> Region:
 
 def buffer(nbytes: int = 1 * MIB) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.zeros(nbytes, dtype=np.uint8)
+
+
+def command(call: str, region: Region) -> Command:
+    """A command that makes this call of the system."""
+    if call == "sync":
+        return Flush(region.all())
+    return Read(region.all(), buffer()) if call == "read" else Write(region.all(), buffer())
 
 
 def works(rig: Rig, region: Region) -> bool:
@@ -98,24 +105,14 @@ def test_a_medium_that_ends_too_early_is_a_media_error(rig: Rig, region: Region)
 @pytest.mark.parametrize("call", ["read", "write", "sync"])
 def test_a_call_that_is_put_off_is_made_again_and_counted(rig: Rig, region: Region, call: str, number: int) -> None:
     rig.fake.inject(call, number, times=3)
-    command = {
-        "read": Read(region.all(), buffer()),
-        "write": Write(region.all(), buffer()),
-        "sync": Flush(region.all()),
-    }
-    assert rig.run(command[call]).error is None
+    assert rig.run(command(call, region)).error is None
     assert rig.device.counts.retried == 3
 
 
 @pytest.mark.parametrize("call", ["read", "write", "sync"])
 def test_a_storm_of_eagain_ends_as_busy_and_the_device_works(rig: Rig, region: Region, call: str) -> None:
     rig.fake.inject(call, errno.EAGAIN, times=100_000)
-    command = {
-        "read": Read(region.all(), buffer()),
-        "write": Write(region.all(), buffer()),
-        "sync": Flush(region.all()),
-    }
-    error = rig.error_of(command[call])
+    error = rig.error_of(command(call, region))
     assert isinstance(error, Busy)
     assert error.errno == errno.EAGAIN
     assert rig.device.counts.retried >= 8
@@ -171,12 +168,7 @@ def test_an_error_of_the_system_keeps_errno_and_place_and_the_device_works(
 ) -> None:
     at = rig.device.offset_of(region) + LARGEST_TRANSFER
     rig.fake.inject(call, number, offset=None if call == "sync" else at)
-    command = {
-        "read": Read(region.all(), buffer()),
-        "write": Write(region.all(), buffer()),
-        "sync": Flush(region.all()),
-    }
-    error = rig.error_of(command[call])
+    error = rig.error_of(command(call, region))
     assert type(error) is kind
     assert error.errno == number
     assert error.device == "nvme0"
@@ -206,8 +198,8 @@ def test_an_error_inside_a_window_of_a_copy_is_reported(rig: Rig, region: Region
 def test_no_memory_for_bouncing_is_out_of_memory(rig: Rig) -> None:
     region = rig.device.alloc(1 * MIB)
     rig.fake.inject("mmap", errno.ENOMEM)
-    skewed = np.zeros(1 * MIB + 64, dtype=np.uint8)
-    start = (-skewed.__array_interface__["data"][0]) % 16 + 16
+    skewed = np.zeros(2 * MIB, dtype=np.uint8)
+    start = -skewed.__array_interface__["data"][0] % 4096 + 16
     assert isinstance(rig.error_of(Write(region.all(), skewed[start : start + 1 * MIB])), OutOfMemory)
     assert works(rig, region)
 
@@ -232,7 +224,7 @@ def test_a_device_that_is_unplugged_is_gone(rig: Rig, region: Region, number: in
 def test_a_long_queue_ends_when_the_device_is_unplugged(rig: Rig, region: Region) -> None:
     rig.fake.inject("write", errno.ENODEV, times=10)
     data = buffer(4096)
-    completions = [rig.device.submit(Write(region.at(0, 4096), data)) for _ in range(3000)]
+    completions = [rig.device.submit(Write(region.at(0, 4096), data)) for _ in range(1500)]
     rig.site.clock.run_until(lambda: all(c.done for c in completions), rig.site.clock.now() + 60_000_000_000)
     assert all(isinstance(c.error, Gone) for c in completions)
     with pytest.raises(Gone):
@@ -244,12 +236,7 @@ def test_a_transfer_that_is_overdue_is_taken_back_and_the_device_works(call: str
     rig = on_fake(io="io_uring")
     region = rig.device.alloc(1 * MIB)
     rig.fake.inject(call, hangs=True, times=2)
-    command = {
-        "read": Read(region.all(), buffer()),
-        "write": Write(region.all(), buffer()),
-        "sync": Flush(region.all()),
-    }
-    error = rig.error_of(command[call])
+    error = rig.error_of(command(call, region))
     assert isinstance(error, Timeout)
     assert "0.05 s" in str(error)
     assert rig.device.counts.timeouts == 1
@@ -261,12 +248,7 @@ def test_a_transfer_that_is_overdue_is_taken_back_and_the_device_works(call: str
 @pytest.mark.parametrize("call", ["read", "write", "sync"])
 def test_a_device_that_keeps_transfers_is_given_up_and_closing_returns(rig: Rig, region: Region, call: str) -> None:
     rig.fake.inject(call, hangs=True, cancellable=False, times=4)
-    command = {
-        "read": Read(region.all(), buffer()),
-        "write": Write(region.all(), buffer()),
-        "sync": Flush(region.all()),
-    }
-    stuck = rig.device.submit(command[call])
+    stuck = rig.device.submit(command(call, region))
     behind = rig.device.submit(Read(region.all(), buffer()))
     after = rig.device.submit(Flush(region.all()), queue=1, after=[stuck])
     rig.site.clock.run_until(lambda: behind.done and after.done, rig.site.clock.now() + 60_000_000_000)
@@ -283,7 +265,11 @@ def test_a_device_that_keeps_transfers_is_given_up_and_closing_returns(rig: Rig,
 
 def test_closing_does_not_wait_for_a_device_that_hangs(rig: Rig, region: Region) -> None:
     rig.fake.inject("read", hangs=True, cancellable=False, times=4)
+    rig.fake.calls.clear()
     completion = rig.device.submit(Read(region.all(), buffer()))
+    call, deadline = READ_CALL[rig.device.info.notes["io"]], rig.site.clock.now() + 60_000_000_000
+    while not rig.fake.calls[call] and rig.site.clock.now() < deadline:
+        pass  # until it hangs
     with pytest.raises(Timeout):
         rig.device.close()
     assert completion.done

@@ -117,6 +117,7 @@ def test_the_report_shows_every_policy_with_its_numbers() -> None:
     assert "refused: emu:gpu: 160 MB do not fit 40 MB" in cells
     assert "1.5 GB" in cells
     assert "link pcie" in cells
+    assert "emu:idle" not in cells
 
 
 def test_what_a_model_says_is_text_and_not_markup() -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.kernels.contract import DTYPES
 from tierloop.devices.platform import Platform
 from tierloop.runtime.manifest import manifest
 from tierloop.runtime.results import Comparison
 from tierloop.runtime.trace import TraceRecorder
+from tierloop.tools import options
 from tierloop.tools.console import Results, progress, say
 from tierloop.tools.output import prepare_folder, write_files
 from tierloop.tools.report import report
@@ -47,12 +49,9 @@ class Asked:
 
     def check(self) -> None:
         """What can be seen to be wrong before anything slow begins. Raises ConfigurationError."""
-        for name, value, allowed in (
-            ("--clock", self.clock, ("virtual", "wall", None)),
-            ("--kv-dtype", self.kv_dtype, ("float32", "float16", "bfloat16")),
-        ):
-            if value not in allowed:
-                raise ConfigurationError(f"{name} {value!r}: {nearest(str(value), [a for a in allowed if a])}")
+        options.clock_kind(self.clock)
+        if self.kv_dtype not in DTYPES:
+            raise ConfigurationError(f"--kv-dtype {self.kv_dtype!r}: {nearest(self.kv_dtype, sorted(DTYPES))}")
         if self.clock == "virtual" and (self.dilation or 1) != 1:
             raise ConfigurationError(
                 "--dilation: only a wall clock is dilated; virtual time needs no help from the host"
@@ -63,7 +62,10 @@ class Asked:
         from tierloop.devices.registry import open_platform
 
         return open_platform(
-            self.platform, clock=self.clock, dilation=self.dilation, overrides={**self.overrides, **(changes or {})}
+            self.platform,
+            clock=options.clock_kind(self.clock),
+            dilation=self.dilation,
+            overrides={**self.overrides, **(changes or {})},
         )
 
     def load(self) -> tuple[Model, Workload]:

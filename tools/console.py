@@ -77,18 +77,19 @@ def results(as_json: bool) -> Iterator[Results]:
 
 
 class ProgressLines:
-    """Progress where stderr is no terminal: a line when a stage begins and every 10 s within it."""
+    """Progress where stderr is no terminal: a line when a stage begins, every 10 s within it, and when it is over."""
 
     EVERY_S = 10.0
 
     def __init__(self) -> None:
         self._stage = ""
         self._said = 0.0
+        self._over = False
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if stage != self._stage or now - self._said >= self.EVERY_S:
-            self._stage, self._said = stage, now
+        if stage != self._stage or now - self._said >= self.EVERY_S or (done == total and not self._over):
+            self._stage, self._said, self._over = stage, now, done == total
             print(f"{stage}: {done}/{total}", file=sys.stderr, flush=True)
 
 

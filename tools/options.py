@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, nearest
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")]
 ModelSource = Annotated[
@@ -51,6 +51,13 @@ PolicyOptions = Annotated[
 ]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev to this file.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write a self-contained HTML report to this file.")]
+
+
+def clock_kind(text: str | None) -> Literal["virtual", "wall"] | None:
+    """What `--clock` says. Raises ConfigurationError."""
+    if text not in ("virtual", "wall", None):
+        raise ConfigurationError(f"--clock {text!r}: {nearest(str(text), ['virtual', 'wall'])}")
+    return None if text is None else "virtual" if text == "virtual" else "wall"
 
 
 def assignments(texts: list[str] | None, option: str) -> dict[str, Any]:

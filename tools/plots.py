@@ -58,6 +58,12 @@ def _svg(draw: Callable[[Figure, Sequence[PolicyResult]], None], ran: Sequence[P
     return out.getvalue()
 
 
+def _colours(ran: Sequence[PolicyResult]) -> dict[str, str]:
+    """One colour per device or memory, the same in every plot: in the order in which the platform names devices."""
+    names = dict.fromkeys(name for result in ran for name in (*result.devices, *result.placement))
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+
+
 def _plain(name: str) -> str:
     """A name from outside as matplotlib must not read it: `$` begins a formula, a leading `_` hides an entry."""
     return name.replace("$", r"\$").lstrip("_") or "?"
@@ -82,10 +88,10 @@ def _speed(figure: Figure, ran: Sequence[PolicyResult]) -> None:
 
 
 def _stacked(axes: Axes, ran: Sequence[PolicyResult], parts: dict[str, list[float]], unit: str) -> None:
-    left = [0.0] * len(ran)
-    for number, (name, values) in enumerate(parts.items()):
+    left, colours = [0.0] * len(ran), _colours(ran)
+    for name, values in parts.items():
         if any(values):
-            axes.barh(range(len(ran)), values, left=left, color=COLOURS[number % len(COLOURS)], label=_plain(name))
+            axes.barh(range(len(ran)), values, left=left, color=colours[name], label=_plain(name))
             left = [a + b for a, b in zip(left, values, strict=True)]
     axes.set_xlabel(unit)
     if any(left):
@@ -131,9 +137,9 @@ def _busy(figure: Figure, ran: Sequence[PolicyResult]) -> None:
         for name in dict.fromkeys(name for result in ran for name in result.devices)
         if any(r.devices[name].busy_ns or r.devices[name].stall_ns for r in ran if name in r.devices)
     ]
-    height = 0.8 / max(1, len(names))
+    height, colours = 0.8 / max(1, len(names)), _colours(ran)
     for number, name in enumerate(names):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = colours[name]
         places = [row - 0.4 + height * (number + 0.5) for row in range(len(ran))]
         busy, stall = [], []
         for result in ran:
@@ -151,16 +157,19 @@ def _busy(figure: Figure, ran: Sequence[PolicyResult]) -> None:
 def _steps(figure: Figure, ran: Sequence[PolicyResult]) -> None:
     axes = figure.subplots()
     for number, result in enumerate(ran):
-        times = [step / 1e6 for step in result.step_ns]
+        milliseconds = [step / 1e6 for step in result.step_ns]
         axes.plot(
-            range(1, len(times) + 1),
-            times,
+            range(1, len(milliseconds) + 1),
+            milliseconds,
             marker=".",
             color=COLOURS[number % len(COLOURS)],
             label=_plain(result.policy),
         )
-    if any(any(result.step_ns) for result in ran):
+    times = [step for result in ran for step in result.step_ns if step]
+    if times and max(times) > 30 * min(times):
         axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("ms")

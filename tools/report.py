@@ -51,7 +51,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
         "uses": [
             ("" if number else result.policy, *row)
             for result in comparison.policies
-            for number, row in enumerate(use_rows(result, idle=True))
+            for number, row in enumerate(use_rows(result))
         ],
         "remarks": remarks(comparison),
         "manifest": json.dumps(comparison.manifest, indent=2, ensure_ascii=False) if comparison.manifest else "",

@@ -50,16 +50,16 @@ USE = ("device or link", "out / forward", "in / back", "media", "busy", "stall",
 """Headings of `use_rows`: bytes that left and entered, bytes that the medium moved, shares of the decode time."""
 
 
-def use_rows(result: PolicyResult, idle: bool) -> list[tuple[str, ...]]:
-    """What each device and link did during decode, under the headings `USE`; with or without those that did nothing."""
+def use_rows(result: PolicyResult) -> list[tuple[str, ...]]:
+    """What each device and link did during decode, under the headings `USE`; those that did nothing are left out."""
     total = result.elapsed_ns
     rows: list[tuple[str, ...]] = []
     for name, use in result.devices.items():
-        if idle or use.commands or use.bytes_read or use.bytes_written:
+        if use.commands or use.bytes_read or use.bytes_written:
             moved = (amount(use.bytes_read), amount(use.bytes_written), amount(use.media_bytes))
             rows.append((name, *moved, share(use.busy_ns, total), share(use.stall_ns, total), f"{use.commands:,}"))
     for name, link in result.links.items():
-        if idle or link.bytes_forward or link.bytes_back:
+        if link.bytes_forward or link.bytes_back:
             moved = (amount(link.bytes_forward), amount(link.bytes_back), "")
             rows.append((f"link {name}", *moved, share(link.busy_ns, total), "", ""))
     return rows
@@ -72,7 +72,7 @@ def use_table(comparison: Comparison) -> Table:
     for heading in USE:
         table.add_column(heading, justify="left" if heading == USE[0] else "right")
     for result in comparison.policies:
-        for number, row in enumerate(use_rows(result, idle=False)):
+        for number, row in enumerate(use_rows(result)):
             _add(table, "" if number else result.policy, *row)
         table.add_section()
     return table

@@ -17,7 +17,7 @@ from tierloop.devices.drivers.engines import Counts, Engine, PosixEngine, Target
 from tierloop.devices.drivers.uring import UringEngine, refusal
 from tierloop.devices.drivers.worker import Outcome, Worker
 from tierloop.devices.errors import DeviceError, NoPermission, Timeout, Unsupported
-from tierloop.devices.regions import Segment
+from tierloop.devices.regions import Region
 
 _GRACE_S = 2.0
 """How much longer than the deadline of one wait leaving may take: a cancellation is waited for 1 s."""
@@ -32,7 +32,7 @@ class Crew:
         io: str,
         depth: int,
         queues: int,
-        place: Callable[[Segment], int | None],
+        place: Callable[[Region], int | None],
         clock: Clock,
         report: Callable[[Outcome], None],
     ) -> None:

@@ -17,8 +17,10 @@ What must hold beyond the device contract:
 Options: `path`; `capacity` in bytes (default: all); `create` makes or grows a sparse file; `io` = auto, io_uring or
 posix; `direct`; `depth` transfers in flight per queue; `queues`; `reaches`, names of host-mapped memories;
 `deadline_s`; `retries` of EAGAIN and EINTR per transfer; `latency_ns`, `read_bytes_per_s`, `write_bytes_per_s` for
-estimates until something was measured. The first `capacity` bytes of an existing file belong to the device: allocating
-overwrites them. `probe` says what could be done with a path, without changing anything.
+estimates until something was measured; `folder` that a relative path starts from (the registry sets it).
+
+The first `capacity` bytes of an existing file belong to the device: allocating overwrites them. `probe` says what could
+be done with a path, without changing anything.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-from tierloop.devices.commands import Command, Copy, Flush, read_segments, verb, write_segments
+from tierloop.devices.commands import Command, Copy, Traffic, read_segments, segments, verb, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
+from tierloop.devices.drivers.arena import Arena
 from tierloop.devices.drivers.crew import Crew
 from tierloop.devices.drivers.engines import Counts, Stopped
 from tierloop.devices.drivers.estimates import Costs
@@ -52,7 +54,7 @@ from tierloop.devices.errors import (
 )
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
 from tierloop.devices.queues import QueueSet
-from tierloop.devices.regions import Region, Segment
+from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
 
@@ -77,13 +79,6 @@ def open_nvme(name: str, site: Site, options: dict[str, Any], system: System = H
         return device
 
 
-@dataclass(slots=True)
-class _Placed:
-    region: Region
-    offset: int
-    in_use: int = 0
-
-
 class NvmeDevice:
     """An opened medium as a device; made by `open_nvme`."""
 
@@ -92,16 +87,16 @@ class NvmeDevice:
         self._clock = site.clock
         self._medium = medium
         self._extents = Extents(medium.capacity, max(PAGE, medium.target.grid))
+        self._offsets: dict[Region, int] = {}
         self._costs = Costs(options.declared())
-        self._placed: dict[int, _Placed] = {}
-        self._next_id = 0
         self._outcomes: deque[Outcome] = deque()
         self._gone = ""
         self._closing = False
         self._crew = Crew(
-            medium.target, options.io, options.depth, options.queues, self._place, self._clock, self._report
+            medium.target, options.io, options.depth, options.queues, self._offsets.get, self._clock, self._report
         )
         self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
+        self._arena = Arena(name, self._info.memories[0], self._extents.grid)
         self._queues = QueueSet(name, options.queues, _COMMANDS_PER_QUEUE, site, self._start)
 
     @property
@@ -122,35 +117,28 @@ class NvmeDevice:
         self._alive("alloc")
         if phantom:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
-        if memory not in (None, self._name):
-            raise OutOfRange(self._name, "alloc", f"there is no memory {memory!r} here, only {self._name!r}")
-        if nbytes <= 0:
-            raise OutOfRange(self._name, "alloc", f"{nbytes} bytes; at least 1")
+        taken = self._arena.reserve(nbytes, memory)
         offset = self._extents.take(nbytes)
         if offset is None:
-            raise OutOfMemory(
-                self._name,
-                "alloc",
-                f"{nbytes} bytes of {self._extents.capacity}: {self._extents.free_nbytes} are free, "
-                f"the largest piece has {self._extents.largest_hole}",
-            )
+            largest = self._extents.largest_hole
+            raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes; the largest piece that is free has {largest}")
         try:
-            self._medium.zero(offset, self._extents.rounded(nbytes))
+            self._medium.zero(offset, taken)
         except Timeout:
             raise  # the system call is still out: the extent stays taken, or it might zero its next owner's bytes
         except DeviceError:
-            self._medium.give_up_space(offset, self._extents.rounded(nbytes))
+            self._medium.give_up_space(offset, taken)
             self._extents.give(offset, nbytes)
             raise
-        return self._region(offset, nbytes)
+        return self._placed(nbytes, offset)
 
     def adopt(self, offset: int, nbytes: int) -> Region:
         """The region that an earlier owner of the medium had at `offset`, with its bytes as they are on the medium.
 
-        For memories that outlive a process: nothing is zeroed. Raises OutOfRange, Busy (taken already), Gone.
+        For memories that outlive a process: nothing is zeroed. Raises OutOfRange, OutOfMemory, Busy (taken), Gone.
         """
         self._alive("adopt")
-        if nbytes <= 0 or offset < 0 or offset % self._extents.grid or offset + nbytes > self._extents.capacity:
+        if nbytes < 1 or offset < 0 or offset % self._extents.grid or offset + nbytes > self._extents.capacity:
             raise OutOfRange(
                 self._name,
                 "adopt",
@@ -159,63 +147,46 @@ class NvmeDevice:
             )
         if not self._extents.take_at(offset, nbytes):
             raise Busy(self._name, "adopt", f"[{offset}, {offset + nbytes}) belongs to another region")
-        return self._region(offset, nbytes)
+        return self._placed(nbytes, offset)
 
     def offset_of(self, region: Region) -> int:
         """Where a region lies on the medium, in bytes: what `adopt` takes. Raises OutOfRange."""
-        return self._own(region, "offset_of").offset
+        return self._own(region, "offset_of")
 
     def free(self, region: Region) -> None:
         """Give a region's bytes back, to the file system as well. Raises OutOfRange, Busy, Gone, MediaError."""
         self._alive("free")
-        placed = self._own(region, "free")
-        if placed.in_use:
-            raise Busy(self._name, "free", f"{region} is used by {placed.in_use} commands that have not ended")
-        del self._placed[region.id]
-        region.freed = True
+        self._arena.remove(region, self._queues.uses(region))
+        offset = self._offsets.pop(region)
         try:
-            self._medium.release(placed.offset, self._extents.rounded(region.nbytes))
+            self._medium.release(offset, self._extents.rounded(region.nbytes))
         except Timeout:
             raise  # as in alloc: the hole may yet be punched
         except DeviceError:
-            self._extents.give(placed.offset, region.nbytes)
+            self._extents.give(offset, region.nbytes)
             raise
-        self._extents.give(placed.offset, region.nbytes)
+        self._extents.give(offset, region.nbytes)
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
         """Queue a command. Raises OutOfRange, Misaligned, Unsupported, Busy or Gone."""
-        op = verb(command)
-        self._alive(op)
-        traffic = check(self._info, command, queue)
-        check_alignment(self._info, command, self._name, self._medium.target.grid)
-        segments = self._check_ends(command, op)
-        completion = self._queues.submit(command, queue, after, traffic)
-        for placed in segments:
-            placed.in_use += 1
-        completion.on_done(lambda _: self._unuse(segments))
-        return completion
+        return self._queues.submit(command, queue, after, self._check(command, queue))
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
         """What the command would cost: measured where its kind was seen before, declared or assumed otherwise."""
-        op = verb(command)
-        check(self._info, command, queue)
-        return self._costs.estimate(_kind(command, self._name), 0 if op == "flush" else _nbytes(command))
+        self._check(command, queue)
+        return self._costs.estimate(_kind(command, self._name), _nbytes(command))
 
     def poll(self) -> None:
         """Settle what the workers have reported."""
         while self._outcomes:
             completion, error, media_nbytes, duration_ns, stuck = self._outcomes.popleft()
-            if completion.done:
-                continue
             completion.media_nbytes = media_nbytes
             if isinstance(error, Stopped):
                 continue  # closing the queues ends it, like those that never started
             if stuck or isinstance(error, Gone):
                 self._gone = self._gone or str(error)
             if error is None:
-                command = completion.command
-                nbytes = 0 if isinstance(command, Flush) else _nbytes(command)
-                self._costs.observe(_kind(command, self._name), nbytes, duration_ns)
+                self._costs.observe(_kind(completion.command, self._name), _nbytes(completion.command), duration_ns)
             self._queues.finish(completion, error)
 
     def close(self) -> None:
@@ -229,6 +200,7 @@ class NvmeDevice:
         self._closing = True
         released = self._crew.leave()
         self.poll()
+        self._arena.close()
         try:
             self._queues.close()
         finally:
@@ -237,9 +209,8 @@ class NvmeDevice:
 
     def _start(self, completion: Completion) -> None:
         if self._gone:
-            error = Gone(self._name, verb(completion.command), self._gone)
-            self._report(Outcome(completion, error, 0, 0))
-        elif not self._closing:
+            raise Gone(self._name, verb(completion.command), self._gone)
+        if not self._closing:
             self._crew.hand(completion)
 
     def _report(self, outcome: Outcome) -> None:
@@ -247,54 +218,45 @@ class NvmeDevice:
         self._outcomes.append(outcome)
         self._clock.post(self.poll)
 
-    def _unuse(self, segments: list[_Placed]) -> None:
-        for placed in segments:
-            placed.in_use -= 1
-
     def _alive(self, op: str) -> None:
         if self._closing:
             raise Gone(self._name, op, "the device is closed")
         if self._gone:
             raise Gone(self._name, op, self._gone)
 
-    def _region(self, offset: int, nbytes: int) -> Region:
-        region = Region(self._name, self._name, self._next_id, nbytes)
-        self._next_id += 1
-        self._placed[region.id] = _Placed(region, offset)
+    def _placed(self, nbytes: int, offset: int) -> Region:
+        region = self._arena.add(nbytes)
+        self._offsets[region] = offset
         return region
 
-    def _own(self, region: Region, op: str) -> _Placed:
-        placed = self._placed.get(region.id)
-        if placed is None or placed.region is not region:
-            raise OutOfRange(self._name, op, f"{region} is not a region of this device, or is freed")
-        return placed
+    def _own(self, region: Region, op: str) -> int:
+        offset = self._offsets.get(region)
+        if offset is None:
+            raise OutOfRange(self._name, op, f"{region} is not allocated here")
+        return offset
 
-    def _place(self, segment: Segment) -> int | None:
-        """Where the segment's region starts on the medium; None for a region of another device. For workers."""
-        placed = self._placed.get(segment.region.id)
-        return placed.offset if placed is not None and placed.region is segment.region else None
-
-    def _check_ends(self, command: Command, op: str) -> list[_Placed]:
-        """The command's own regions; what `check` cannot know about the others. Raises OutOfRange or Unsupported."""
-        ends = (command.target,) if isinstance(command, Flush) else read_segments(command) + write_segments(command)
-        own: list[_Placed] = []
-        for region, spans in ends:
+    def _check(self, command: Command, queue: int) -> Traffic:
+        """What can be seen beforehand. Raises Gone, OutOfRange, Misaligned or Unsupported."""
+        op = verb(command)
+        self._alive(op)
+        traffic = check(self._info, command, queue)
+        check_alignment(self._info, command, self._name, self._medium.target.grid)
+        for region, _ in segments(command):
             if region.memory == self._name:
-                own.append(self._own(region, op))
-                if spans.end > region.nbytes:
-                    raise OutOfRange(self._name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
+                self._own(region, op)
             elif not isinstance(command, Copy):
                 raise Unsupported(self._name, op, f"{region} is on another memory; only a copy may name one")
             elif region.view is None or region.view.nbytes < region.nbytes or not region.view.flags.c_contiguous:
                 raise Unsupported(self._name, op, f"{region} is not mapped by the host")
             elif region is command.target.region and not region.view.flags.writeable:
                 raise OutOfRange(self._name, op, f"{region} is read-only")
-        if not own:
+        if all(region.memory != self._name for region, _ in segments(command)):
             raise Unsupported(self._name, op, f"neither side is on {self._name}")
-        return own
+        return traffic
 
 
 def _nbytes(command: Command) -> int:
+    """Bytes that a command moves, per side; 0 for a flush."""
     return sum(spans.nbytes for _, spans in read_segments(command) or write_segments(command))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tierloop.devices.drivers.medium import PAGE, Wish
-from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.drivers.options import names, refuse_unknown
+from tierloop.devices.errors import ConfigurationError
 
 _RANGES: dict[str, tuple[float, float]] = {
     "capacity": (PAGE, 1 << 62),
@@ -39,23 +41,24 @@ class Options:
     latency_ns: int = 0
     read_bytes_per_s: int = 0
     write_bytes_per_s: int = 0
+    folder: str = "."
 
     @classmethod
     def of(cls, device: str, options: dict[str, Any]) -> Options:
         """Read and check the options of a platform file. Raises ConfigurationError."""
         known = [f.name for f in fields(cls)]
-        for key in options:
-            if key not in known:
-                raise ConfigurationError(
-                    f"{device}: unknown option {key!r}: {nearest(key, known)} (allowed: {', '.join(known)})"
-                )
+        refuse_unknown(device, options, known)
         if "path" not in options:
             raise ConfigurationError(f"{device}: option 'path' is missing: a file or a block device")
         for key, value in options.items():
-            wrong = _wrong(device, key, value)
+            wrong = _wrong(key, value)
             if wrong:
                 raise ConfigurationError(f"{device}: {key} = {value!r}: {wrong}")
-        return cls(**{**options, "reaches": tuple(options.get("reaches", ()))})
+        reaches = names(device, options, "reaches")
+        if device in reaches or len(set(reaches)) < len(reaches):
+            raise ConfigurationError(f"{device}: reaches = {list(reaches)}: other memories, each once")
+        path = os.path.join(options.get("folder", "."), options["path"])
+        return cls(**{**options, "path": path, "reaches": reaches})
 
     def wish(self) -> Wish:
         """What is asked of the medium."""
@@ -67,8 +70,8 @@ class Options:
         return {op: (self.latency_ns, rate) for op, rate in rates.items() if rate}
 
 
-def _wrong(device: str, key: str, value: Any) -> str | None:
-    if key == "path":
+def _wrong(key: str, value: Any) -> str | None:
+    if key in ("path", "folder"):
         return (
             None if isinstance(value, str) and value and "\0" not in value else "a path is a string that is not empty"
         )
@@ -77,7 +80,7 @@ def _wrong(device: str, key: str, value: Any) -> str | None:
     if key in ("create", "direct"):
         return None if isinstance(value, bool) else "true or false"
     if key == "reaches":
-        return _wrong_names(device, value)
+        return None if isinstance(value, (list, tuple, dict)) else "a list of names"
     low, high = _RANGES[key]
     number = isinstance(value, int) or (key == "deadline_s" and isinstance(value, float) and math.isfinite(value))
     if isinstance(value, bool) or not number or not low <= value <= high:
@@ -86,11 +89,3 @@ def _wrong(device: str, key: str, value: Any) -> str | None:
     if key == "capacity" and value % PAGE:
         return f"a multiple of {PAGE} bytes"
     return None
-
-
-def _wrong_names(device: str, value: Any) -> str | None:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) and v for v in value):
-        return "a list of names of memories"
-    if device in value:
-        return "the device's own memory is always reached"
-    return "each memory once" if len(set(value)) != len(value) else None

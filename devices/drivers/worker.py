@@ -18,12 +18,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room
+from tierloop.devices.drivers.failures import as_device_error
 from tierloop.devices.drivers.pieces import (
     Pieces,
     contiguous,
@@ -34,8 +36,8 @@ from tierloop.devices.drivers.pieces import (
     paired,
     split,
 )
-from tierloop.devices.errors import DeviceError, ProtocolError, Timeout
-from tierloop.devices.regions import Segment
+from tierloop.devices.errors import DeviceError, OutOfRange, Timeout
+from tierloop.devices.regions import Region, Segment
 from tierloop.devices.system import address_of
 
 WINDOW = 16 * LARGEST_TRANSFER
@@ -53,13 +55,13 @@ class Outcome(NamedTuple):
 
 
 class Worker:
-    """One thread with one engine. `place(segment)`: where its region starts on the medium, None if not on it."""
+    """One thread with one engine. `place(region)`: where it starts on the medium, None if it is not on it."""
 
     def __init__(
         self,
         target: Target,
         make_engine: Callable[[], Engine],
-        place: Callable[[Segment], int | None],
+        place: Callable[[Region], int | None],
         clock: Clock,
         report: Callable[[Outcome], None],
         left: Callable[[bool], None],
@@ -126,8 +128,7 @@ class Worker:
             detail = f"{failed}; the device is given up, because the kernel may still move those bytes"
             error = Timeout(self._target.device, verb(command), detail)
         except Exception as failed:
-            error = ProtocolError(self._target.device, verb(command), f"the driver failed: {failed!r}")
-            error.__cause__ = failed
+            error = as_device_error(self._target.device, verb(command), failed)
         moved = engine.counts.read_nbytes + engine.counts.written_nbytes - before
         return Outcome(completion, error, moved, self._clock.now() - started, stuck)
 
@@ -142,8 +143,8 @@ class Worker:
             self._copy(engine, command)
 
     def _transfer(self, engine: Engine, segment: Segment, address: int, write: bool) -> None:
-        base = self._place(segment)
-        assert base is not None, "checked by submit"
+        base = self._place(segment.region)
+        assert base is not None, "submit has checked it, and a region in use is not freed"
         spans = segment.spans.array
         pieces = split(joined(contiguous(spans, base, address)), LARGEST_TRANSFER)
         engine.transfer(pieces, write, ordered=write and overlapping(spans))
@@ -160,11 +161,12 @@ class Worker:
         self._through_windows(engine, source, target)
 
     def _side(self, segment: Segment) -> _Side:
-        base = self._place(segment)
+        base, view = self._place(segment.region), segment.region.view
         if base is not None:
             return _Side(segment, base, True)
-        assert segment.region.view is not None, "checked by submit"
-        return _Side(segment, _address(segment.region.view), False)
+        if view is None:
+            raise OutOfRange(self._target.device, "copy", f"{segment.region} was freed before the copy began")
+        return _Side(segment, _address(view), False, view)
 
     def _through_windows(self, engine: Engine, source: _Side, target: _Side) -> None:
         total = source.segment.spans.nbytes
@@ -191,9 +193,12 @@ class Worker:
 
 
 class _Side(NamedTuple):
+    """One side of a copy; `view` keeps host memory mapped while bytes move, should its owner free it."""
+
     segment: Segment
     base: int
     medium: bool
+    view: NDArray[np.uint8] | None = None
 
 
 _ABANDONED: list[tuple[Engine, Completion]] = []
@@ -205,5 +210,5 @@ def _move_within_host(pieces: Pieces, into_window: bool) -> None:
         ctypes.memmove(*((window, host) if into_window else (host, window)), nbytes)
 
 
-def _address(array: np.ndarray) -> int:
+def _address(array: NDArray[np.uint8]) -> int:
     return int(array.__array_interface__["data"][0])

@@ -31,7 +31,7 @@ INTS = types.Array(types.int64, 1, "C", readonly=True)
 TABLE = types.Array(types.int64, 2, "C", readonly=True)
 """Arrays that kernels only read; NumPy arrays that are writeable fit as well."""
 _tuple_of: Any = types.UniTuple
-PAIR = _tuple_of(INT64, 2)
+PAIR, TRIPLE = _tuple_of(INT64, 2), _tuple_of(INT64, 3)
 
 
 @cache

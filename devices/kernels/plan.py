@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, kernel
+from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, TRIPLE, kernel
 from tierloop.devices.kernels.contract import Attend, Logits
 
 Int64 = NDArray[np.int64]
@@ -97,7 +97,7 @@ def _rows_before(runs: Int64, first_row: Int64, sequence: int, kv_head: int, pos
     return before_all
 
 
-@kernel(PAIR, TABLE, INTS, TABLE, INTS, INT64, INT64, INT64, INT64, _MUTABLE_TABLE)
+@kernel(TRIPLE, TABLE, INTS, TABLE, INTS, INT64, INT64, INT64, INT64, _MUTABLE_TABLE)
 def _cut(
     runs: Int64,
     first_row: Int64,
@@ -108,8 +108,8 @@ def _cut(
     split_tokens: int,
     most_rows: int,
     pieces: Int64,
-) -> tuple[int, int]:
-    """Fill `pieces`, root by root in `order`; returns (0, number of pieces) or (fault, where)."""
+) -> tuple[int, int, int]:
+    """Fill `pieces`, root by root in `order`; returns (0, number of pieces, partial results) or (fault, where, 0)."""
     count, partials, covered = 0, 0, 0
     last_split = _FAR // split_tokens + 1
     pending = np.empty((64, 2), np.int64)
@@ -122,7 +122,7 @@ def _cut(
             and 0 <= level < 63
             and 0 <= index < (1 << (62 - level))
         ):
-            return 6, root
+            return 6, root, 0
         begin = count
         pending[0, 0], pending[0, 1] = level, index
         depth = 1
@@ -142,9 +142,9 @@ def _cut(
                 continue
             if high > low:
                 if low < covered:
-                    return 8, root
+                    return 8, root, 0
                 if low > covered:
-                    return 7, covered
+                    return 7, covered, 0
                 covered = high
             piece = pieces[count]
             piece[ROOT], piece[SEQUENCE], piece[KV_HEAD] = root, sequence, kv_head
@@ -155,8 +155,8 @@ def _cut(
                 partials += 1
                 pieces[i, SLOT] = -partials
     if covered != first_row[-1]:
-        return 7, covered
-    return 0, count
+        return 7, covered, 0
+    return 0, count, partials
 
 
 class Rows:
@@ -192,8 +192,9 @@ class Rows:
             raise ValueError(_FAULTS[fault].format(where))
         self.total = int(self.first_row[-1])
 
-    def pieces(self, roots: Int64, split_tokens: int, threads: int) -> Int64:
-        """The work of a launch that returns `roots` (r, 4), cut into enough pieces: int64 (n, 7). Raises ValueError."""
+    def pieces(self, roots: Int64, split_tokens: int, threads: int) -> tuple[Int64, int]:
+        """The work of a launch that returns `roots` (r, 4), cut into enough pieces: int64 (n, 7); and how many of them
+        are partial results. Raises ValueError."""
         if not 0 < split_tokens < _FAR:
             raise ValueError(f"split_tokens is {split_tokens}; allowed: 1 … 2**48")
         if roots.ndim != 2 or roots.shape[1] != 4:
@@ -203,7 +204,7 @@ class Rows:
         pieces = np.empty((len(roots) + (0 if threads == 1 else 64 * threads), 7), dtype=np.int64)
         order = np.arange(len(roots))
         for _ in range(2):
-            fault, where = _cut(
+            fault, where, partials = _cut(
                 self.runs,
                 self.first_row,
                 roots,
@@ -215,7 +216,7 @@ class Rows:
                 pieces,
             )
             if not fault:
-                return pieces[:where]
+                return pieces[:where], partials
             # The roots may come in any order; their rows may not.
             order = np.lexsort((roots[:, 3] << np.clip(roots[:, 2], 0, 62), roots[:, 1], roots[:, 0]))
         raise ValueError(_FAULTS[fault].format(where))

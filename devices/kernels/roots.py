@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numba import types
 from numpy.typing import NDArray
@@ -36,25 +38,21 @@ def states_of_roots(
 ) -> None:
     """Put the states of `args.roots` at address `states`; operands as in splits.work_on_pieces. Raises ValueError."""
     threads = worthwhile(threads, rows.total * args.head_dim_v * ITEMSIZE[args.dtype] * args.q_len)
-    pieces = rows.pieces(args.roots, args.split_tokens, threads)
-    state_nbytes = args.q_len * args.group * (args.head_dim_v + 2) * 4
-    num_partials = max(0, -int(pieces[:, SLOT].min(initial=0)))
-    partials = np.empty(num_partials * state_nbytes, dtype=np.uint8)
-    partials_at = address_of(partials)
-    counter = np.zeros(8, dtype=np.uint8)
-    counter_at = address_of(counter)
+    pieces, num_partials = rows.pieces(args.roots, args.split_tokens, threads)
+    num_queries = args.q_len * args.group
+    # The counter that threads share, then room for partial results.
+    scratch = np.zeros(8 + num_partials * num_queries * (args.head_dim_v + 2) * 4, dtype=np.uint8)
+    counter = address_of(scratch)
+    partials = counter + 8
     key_base, key_spans = keys or values
-
-    def work() -> None:
-        work_on_pieces(
-            counter_at, pieces, rows.runs, rows.first_row, key_base, key_spans, *values, queries, logits, q_positions,
-            CODES[args.dtype], num_kv_heads, args.group, args.q_len, head_dim, args.head_dim_v, args.split_tokens,
-            scale, DOTS, WEIGH, SOFTMAX, MERGE, states, partials_at,
-        )  # fmt: skip
-
-    share(threads, work)
+    given = (
+        counter, pieces, rows.runs, rows.first_row, key_base, key_spans, *values, queries, logits, q_positions,
+        CODES[args.dtype], num_kv_heads, args.group, args.q_len, head_dim, args.head_dim_v, args.split_tokens, scale,
+        DOTS, WEIGH, SOFTMAX, MERGE, states, partials,
+    )  # fmt: skip
+    share(threads, partial(work_on_pieces, *given))
     if num_partials:
-        _merge_partials(MERGE, pieces, partials_at, states, args.q_len * args.group, args.head_dim_v)
+        _merge_partials(MERGE, pieces, partials, states, num_queries, args.head_dim_v)
 
 
 @kernel(types.void, INT64, TABLE, INT64, INT64, INT64, INT64)

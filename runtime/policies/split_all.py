@@ -37,9 +37,7 @@ class SplitAll(Placed):
 
     async def admit(self, request: Request) -> None:
         await super().admit(request)
-        far = [m for m in dict.fromkeys(self.homes(request)) if self._attention.lane(m) is None]
-        blocks = sum(self.homes(request).count(m) for m in far)
-        self._attention.reserve_staging(2 * blocks * 2 * self.shape.num_kv_heads)
+        self.take_staging(request, self._attention)
 
     async def layer_input(self, layer: int, batch: Batch) -> None:
         for ahead in (layer, layer + 1):

@@ -1,0 +1,237 @@
+"""Attention problems of many shapes for the compute checks, and how their rows are laid into a device's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Launch, Operand
+from tierloop.devices.completion import Completion
+from tierloop.devices.conformance import oracle
+from tierloop.devices.conformance.subject import Bytes, Lane, Subject
+from tierloop.devices.info import Arithmetic, MemoryInfo
+from tierloop.devices.kernels.contract import ITEMSIZE, Attend, DType, KernelArgs
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.spans import Spans
+from tierloop.devices.states import top_node
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a problem. `layout` is how rows are divided into runs; `spread` scales the queries."""
+
+    dtype: DType
+    group: int = 2
+    head_dim: int = 64
+    head_dim_v: int = 64
+    num_sequences: int = 2
+    num_kv_heads: int = 2
+    q_len: int = 1
+    tokens: int = 90
+    split_tokens: int = 32
+    layout: str = "paged"
+    spread: float = 1.0
+
+
+SHAPES = (
+    Shape("float32", group=1, head_dim=64, layout="dense"),
+    Shape("float32", group=2, head_dim=80, layout="sparse"),
+    Shape("float32", group=3, head_dim=96, q_len=3),
+    Shape("float32", group=4, head_dim=128, head_dim_v=64, num_sequences=1, layout="sparse"),
+    Shape("float32", group=7, head_dim=64, head_dim_v=96, num_kv_heads=1),
+    Shape("float32", group=8, head_dim=256, head_dim_v=256, num_sequences=1, num_kv_heads=1, layout="dense"),
+    Shape("float32", group=16, head_dim=128, head_dim_v=128, num_sequences=1, num_kv_heads=1, q_len=2),
+)
+"""Each dtype is tried with all of these."""
+
+
+def shapes(dtypes: frozenset[str]) -> list[Shape]:
+    """Every shape in every dtype."""
+    return [replace(shape, dtype=dtype) for dtype in sorted(dtypes) for shape in SHAPES]  # type: ignore[arg-type]
+
+
+@dataclass
+class Problem:
+    """Queries, rows and where they belong. Keys and values are bytes of `dtype`, row after row in the order of the runs.
+
+    queries float32 (S, q_len, H·group, d); runs int64 (n, 3), lengths int64 (n,); q_positions int64 (S, q_len).
+    """
+
+    shape: Shape
+    queries: NDArray[np.float32]
+    keys: Bytes
+    values: Bytes
+    runs: Int64
+    lengths: Int64
+    q_positions: Int64
+
+    @property
+    def scale(self) -> float:
+        """The usual 1 / √head_dim, as a float32 number, so that no device has to round it."""
+        return float(np.float32(self.shape.head_dim**-0.5))
+
+    @property
+    def rows(self) -> oracle.Rows:
+        """Sequence, head and position of each row."""
+        return oracle.Rows.of(self.runs, self.lengths)
+
+    def decoded_keys(self) -> oracle.Float64:
+        """(rows, head_dim)."""
+        return oracle.decode(self.keys, self.shape.dtype).reshape(-1, self.shape.head_dim)
+
+    def decoded_values(self) -> oracle.Float64:
+        """(rows, head_dim_v)."""
+        return oracle.decode(self.values, self.shape.dtype).reshape(-1, self.shape.head_dim_v)
+
+    def top_roots(self) -> Int64:
+        """One root per sequence and head, int64 (S·H, 4)."""
+        top = top_node(-(-self.shape.tokens // self.shape.split_tokens))
+        return self._roots([top])
+
+    def split_roots(self) -> Int64:
+        """One root per split, the empty ones too."""
+        return self._roots([(0, i) for i in range(-(-self.shape.tokens // self.shape.split_tokens))])
+
+    def mixed_roots(self) -> Int64:
+        """The first two splits as one node, all others alone, in another order than the rows."""
+        splits = -(-self.shape.tokens // self.shape.split_tokens)
+        return self._roots([(0, i) for i in range(splits - 1, 1, -1)] + [(1, 0)])
+
+    def attend(self, roots: Int64) -> Attend:
+        """The launch's arguments."""
+        s = self.shape
+        return Attend(
+            s.dtype, s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim, s.head_dim_v, self.scale,
+            s.split_tokens, self.runs, self.q_positions, roots,
+        )  # fmt: skip
+
+    def expected_logits(self, arithmetic: Arithmetic) -> oracle.Expected:
+        """By the oracle."""
+        return oracle.logits(
+            self.queries.astype(np.float64),
+            self.decoded_keys(),
+            self.rows,
+            self.q_positions,
+            self.shape.group,
+            self.scale,
+            arithmetic,
+        )
+
+    def expected_states(self, roots: Int64, arithmetic: Arithmetic) -> oracle.States:
+        """By the oracle."""
+        return oracle.states(
+            self.expected_logits(arithmetic),
+            self.decoded_values(),
+            self.rows,
+            roots,
+            self.shape.split_tokens,
+            arithmetic,
+        )
+
+    def _roots(self, nodes: list[tuple[int, int]]) -> Int64:
+        s = self.shape
+        pairs = [(q, h) for q in range(s.num_sequences) for h in range(s.num_kv_heads)]
+        return np.array([(*pair, *node) for pair in pairs for node in nodes], dtype=np.int64).reshape(-1, 4)
+
+
+def problem(shape: Shape, rng: np.random.Generator) -> Problem:
+    """A problem of that shape; sequence s holds 7·s tokens less than the first, and of `sparse` rows about a third."""
+    runs: list[tuple[int, int, int]] = []
+    lengths: list[int] = []
+    for sequence in range(shape.num_sequences):
+        tokens = max(shape.tokens - 7 * sequence, 1)
+        for head in range(shape.num_kv_heads):
+            if shape.layout == "dense":
+                pieces = [(0, tokens)]
+            elif shape.layout == "paged":
+                pieces = [(p, min(16, tokens - p)) for p in range(0, tokens, 16)]
+            else:
+                pieces = [(p, 1) for p in np.flatnonzero(rng.random(tokens) < 0.35).tolist()]
+            runs += [(sequence, head, p) for p, _ in pieces]
+            lengths += [n for _, n in pieces]
+    num = sum(lengths)
+    s = shape
+    last = np.array([[max(s.tokens - 7 * q, 1) - s.q_len + t for t in range(s.q_len)] for q in range(s.num_sequences)])
+    queries = rng.normal(size=(s.num_sequences, s.q_len, s.num_kv_heads * s.group, s.head_dim)) * s.spread
+    return Problem(
+        shape,
+        queries.astype(np.float32),
+        oracle.encode(rng.normal(size=(num, s.head_dim)).astype(np.float32), s.dtype),
+        oracle.encode(rng.normal(size=(num, s.head_dim_v)).astype(np.float32), s.dtype),
+        np.array(runs, dtype=np.int64).reshape(-1, 3),
+        np.array(lengths, dtype=np.int64),
+        last.astype(np.int64),
+    )
+
+
+class Bench:
+    """Runs kernels of one executor: lays operands out over its memory, launches, and fetches results."""
+
+    def __init__(self, subject: Subject, lane: Lane, memory: MemoryInfo | None = None) -> None:
+        self.subject = subject
+        self.lane = lane
+        self.memory = memory or subject.operand_memories(lane)[0]
+        arithmetic = subject.info.arithmetic
+        self.arithmetic = arithmetic or Arithmetic("unknown")
+        self._regions: list[Region] = []
+
+    def scattered(self, data: Bytes, sizes: Int64, memory: MemoryInfo | None = None) -> Operand:
+        """Rows end to end, one span per size, lying out of order with gaps between them, in two regions."""
+        half = len(sizes) // 2
+        at, segments = 0, []
+        for part in (sizes[:half], sizes[half:]):
+            order = self.subject.rng.permutation(len(part))
+            gaps = self.subject.rng.integers(0, 4, len(part)) * 4
+            offsets = np.zeros(len(part), dtype=np.int64)
+            place = 0
+            for i in order.tolist():
+                offsets[i] = place
+                place += int(part[i] + gaps[i])
+            region = self._region(place, memory)
+            segment = Segment(region, Spans(np.stack([offsets, part.astype(np.int64)], axis=1)))
+            nbytes = int(part.sum())
+            self.subject.write(segment, data[at : at + nbytes])
+            at += nbytes
+            segments.append(segment)
+        return tuple(segments)
+
+    def whole(self, data: Bytes, memory: MemoryInfo | None = None) -> Operand:
+        """The bytes in one span."""
+        region = self._region(data.nbytes, memory)
+        self.subject.write(region.at(0, data.nbytes), data)
+        return (region.at(0, data.nbytes),)
+
+    def target(self, nbytes: int, memory: MemoryInfo | None = None) -> Operand:
+        """Room for a result, full of other bytes."""
+        region = self._region(nbytes, memory)
+        self.subject.write(region.at(0, nbytes), np.full(nbytes, 0xA5, dtype=np.uint8))
+        return (region.at(0, nbytes),)
+
+    def launch(self, args: KernelArgs, reads: tuple[Operand, ...], target: Operand) -> Bytes:
+        """Launch, wait, make sure that the device did it, and fetch the result: uint8 (n,)."""
+        self.completed(args, reads, target)
+        return np.concatenate([self.subject.read(segment) for segment in target])
+
+    def completed(self, args: KernelArgs, reads: tuple[Operand, ...], target: Operand) -> Completion:
+        """Launch, wait, and make sure that the device did it."""
+        return self.subject.run(self.lane, Launch(args, reads, (target,)))
+
+    def free(self) -> None:
+        """Give everything back."""
+        for region in self._regions:
+            self.subject.platform.free(region)
+        self._regions.clear()
+
+    def _region(self, nbytes: int, memory: MemoryInfo | None) -> Region:
+        region = self.subject.alloc(max(-(-nbytes // 4) * 4, 4), memory or self.memory)
+        self._regions.append(region)
+        return region
+
+
+def row_sizes(given: Problem, dim: int) -> Int64:
+    """Bytes of each run for rows of `dim` elements."""
+    return given.lengths * dim * ITEMSIZE[given.shape.dtype]

@@ -1,0 +1,120 @@
+"""Runs the suite without a test framework: every check of the levels asked for, each on a device opened afresh.
+
+Used by `tierloop conformance DEVICE` and by whoever wants the outcomes as data. Needs neither pytest nor Hypothesis;
+without Hypothesis the level `stateful` is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from tierloop.devices.conformance import compute, errors, identity, memory, ordering
+from tierloop.devices.conformance.report import Report, Result
+from tierloop.devices.conformance.subject import Failure, Opener, Skip, Subject
+from tierloop.devices.errors import nearest
+
+Check = Callable[[Subject], None]
+_MODULES: dict[str, ModuleType] = {
+    "identity": identity,
+    "memory": memory,
+    "ordering": ordering,
+    "errors": errors,
+    "compute": compute,
+}
+LEVELS = (*_MODULES, "stateful")
+MACHINE = "any_sequence_of_commands_agrees_with_a_dict"
+"""The one check of the level `stateful`."""
+
+
+def checks_of(level: str) -> Iterator[tuple[str, Check]]:
+    """The checks of a level other than `stateful`, by name, in their order in the file."""
+    for name, value in list(vars(_MODULES[level]).items()):
+        if name.startswith("check_"):
+            yield name.removeprefix("check_"), value
+
+
+def run(
+    opener: Opener,
+    levels: Iterable[str] = LEVELS,
+    *,
+    virtual: bool = False,
+    device: str | None = None,
+    seed: int = 0,
+    examples: int = 50,
+    progress: Callable[[Result], None] | None = None,
+) -> Report:
+    """Run the levels and report; `progress` is called with each result as it comes.
+
+    `opener(site)` opens the device, or returns a platform in which `device` names it. `virtual` gives it the virtual
+    clock, which only emulated devices can run on. `examples` is the number of sequences that the stateful machine
+    tries. Raises ValueError for an unknown level, and what the opener raises when it is first called.
+    """
+    levels = list(levels)
+    for level in levels:
+        if level not in LEVELS:
+            raise ValueError(f"there is no conformance level {level!r}: {nearest(level, list(LEVELS))}")
+    first = Subject(opener, virtual, device, seed)
+    info = first.info
+    first.close()
+    results: list[Result] = []
+
+    def note(result: Result) -> None:
+        results.append(result)
+        if progress is not None:
+            progress(result)
+
+    for level in levels:
+        if level == "stateful":
+            note(_outcome(level, MACHINE, carry_out_machine, opener, virtual, device, examples))
+            continue
+        for name, check in checks_of(level):
+            note(_outcome(level, name, carry_out, check, opener, virtual, device, seed))
+    return Report(info.name, info.kind, info.provenance, tuple(results))
+
+
+def carry_out(check: Check, opener: Opener, virtual: bool, device: str | None, seed: int) -> None:
+    """One check on a device opened for it and closed behind it; raises Failure, Skip, or what the device raises."""
+    subject = Subject(opener, virtual, device, seed)
+    try:
+        check(subject)
+    except BaseException:
+        subject.abandon()
+        raise
+    try:
+        subject.close()
+    except Exception as error:
+        raise Failure(f"the check passed, but closing raised {type(error).__name__}: {error}") from error
+
+
+def carry_out_machine(opener: Opener, virtual: bool, device: str | None, examples: int) -> None:
+    """The stateful machine; raises Failure for the shortest sequence that goes wrong, or Skip."""
+    if importlib.util.find_spec("hypothesis") is None:
+        raise Skip("Hypothesis is not installed: pip install 'tierloop[conformance]'")
+    from tierloop.devices.conformance import stateful
+
+    subject = Subject(opener, virtual, device)
+    try:
+        subject.memory()
+    finally:
+        subject.abandon()
+    stateful.check_any_sequence(opener, virtual, device, examples)
+
+
+def _outcome(level: str, name: str, call: Callable[..., None], *args: Any) -> Result:
+    try:
+        call(*args)
+    except Skip as skip:
+        return Result(level, name, "skipped", str(skip))
+    except Failure as failure:
+        return Result(level, name, "failed", _told(failure, str(failure)))
+    except Exception as error:
+        return Result(level, name, "failed", _told(error, f"{type(error).__name__}: {error}"))
+    return Result(level, name, "passed")
+
+
+def _told(error: BaseException, text: str) -> str:
+    """With the steps that Hypothesis found, where there are any."""
+    return "\n".join([text, *getattr(error, "__notes__", [])])

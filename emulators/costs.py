@@ -25,9 +25,9 @@ from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
-from tierloop.emulators.fabric import NS, Cost, Demand, Fabric, Leg, Medium
+from tierloop.emulators.fabric import Cost, Demand, Fabric, Leg, Medium
 from tierloop.emulators.profile import ExecutorProfile
-from tierloop.emulators.timing import FAR, Route
+from tierloop.emulators.timing import FAR, NS, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
 LINE_NBYTES = 64
@@ -177,7 +177,7 @@ class Costs:
         ranges = self._ranges((segment,))
         unit = min(self._fabric.media[memory].profile.alignment, segment.spans.nbytes)
         if unit > 1:
-            latency_ns += -(-unit * NS * self._sigma // route.rate)
+            latency_ns += route.ns(unit * self._sigma)
         reads, writes = (NOTHING, ranges) if is_write else (ranges, NOTHING)
         self._media(cost, memory, reads, writes, latency_ns, commit)
 

@@ -27,10 +27,8 @@ from tierloop.devices.regions import Region
 from tierloop.devices.site import Occupancy, Site
 from tierloop.emulators.profile import MemoryProfile
 from tierloop.emulators.store import Store
-from tierloop.emulators.timing import FAR, Flow, Flows, Route
+from tierloop.emulators.timing import FAR, NS, Flow, Flows, Route
 from tierloop.firmware_models.media import WHOLE, Firmware
-
-NS = 1_000_000_000
 
 
 class Link:
@@ -202,11 +200,7 @@ class Fabric:
         flows = self.flows
         used = [resource for demand in demands for resource in demand[0].resources]
         if len(set(used)) == len(used) and all(flows.free(demand[0], now) for demand in demands):
-            scale = NS * self.dilation
-            ends = [
-                now - (-work * scale // min(route.rate, cap)) * bool(work) + latency_ns
-                for route, work, cap, latency_ns in demands
-            ]
+            ends = [now + d[0].ns(d[1] * self.dilation, d[2]) + d[3] for d in demands]
             return max(ends, default=now)
         twin = flows.copy()
         twin.advance(now)

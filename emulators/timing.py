@@ -10,9 +10,8 @@ The transition is `arrive(now, …)` and `advance(now)`: from the state and the 
 finish of every flow. It reads no clock, and whatever it returns depends on its arguments alone. It changes the state in
 place because that is cheap; who wants to look ahead does it on a `copy`. `Flows` is the state.
 
-- Rates are whole units per second, rounded down, so the sum of the shares never exceeds a resource's capacity. What is
-  left of a flow is counted in units · 10⁻⁹ (times the dilation), so progress over whole ns is exact; a duration is
-  rounded up to the next ns.
+- Rates and what is left of a flow are exact fractions of integers, so shares add up to the capacity, no more and no
+  less, and progress over whole ns loses nothing; only the finish is rounded, up to the next ns.
 - A flow that shares nothing has a finish that never moves: it costs no further event and is forgotten when the next
   one comes to one of its resources. Flows that share are settled at each arrival and departure, and only those that are
   connected to it by shared resources are looked at.
@@ -22,10 +21,14 @@ place because that is cheap; who wants to look ahead does it on a `copy`. `Flows
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import gcd
 from typing import Any
 
+NS = 1_000_000_000
 FAR = 1 << 62
-"""A time that does not come."""
+"""A time that does not come, and a rate that nothing reaches."""
+_FINEST = 1 << 64
+"""Denominators beyond this are rounded to it, what is left upwards, so that they stay small for ever."""
 
 ARBITRATION = "round robin in the limit of small quanta: max-min fair, weighted where a route says so"
 
@@ -33,11 +36,11 @@ ARBITRATION = "round robin in the limit of small quanta: max-min fair, weighted 
 class Route:
     """What one unit of work occupies: `demands` holds (resource, units of that resource), each resource once.
 
-    `rate` is the work per second when nobody else is there. The share of a route in what it competes for grows with
-    its `weight`. `legs` is the owner's.
+    When nobody else is there, `alone` units of work pass in `alone_s` seconds. The share of a route in what it competes
+    for grows with its `weight`. `legs` is the owner's.
     """
 
-    __slots__ = ("demands", "legs", "rate", "resources", "weight")
+    __slots__ = ("alone", "alone_s", "demands", "legs", "resources", "weight")
 
     def __init__(
         self, demands: Iterable[tuple[int, int]], capacity: list[int], weight: int = 1, legs: tuple[Any, ...] = ()
@@ -47,14 +50,24 @@ class Route:
             together[resource] = together.get(resource, 0) + units
         self.demands = tuple(sorted(together.items()))
         self.resources = tuple(resource for resource, _ in self.demands)
-        self.rate = max(min((capacity[r] // units for r, units in self.demands), default=FAR), 1)
+        self.alone, self.alone_s = FAR, 1
+        for resource, units in self.demands:
+            if capacity[resource] * self.alone_s < self.alone * units:
+                self.alone, self.alone_s = capacity[resource], units
         self.weight = weight
         self.legs = legs
+
+    def ns(self, work: int, cap: int = FAR) -> int:
+        """How long `work` units take when nobody else is there, at most `cap` of them per second."""
+        if cap * self.alone_s < self.alone:
+            return -(-work * NS // cap)
+        return -(-work * NS * self.alone_s // self.alone)
 
 
 class Flow:
     """Work under way. `finish` is provisional: what it will be if nothing else arrives and nobody leaves.
 
+    `left` / `left_per` units · 10⁻⁹ are left at `since`, and `rate` / `rate_per` units pass per second from then on.
     `latency_ns` is the owner's: what passes after the finish.
     """
 
@@ -62,9 +75,11 @@ class Flow:
         "cap",
         "finish",
         "latency_ns",
+        "left",
+        "left_per",
         "owner",
         "rate",
-        "remaining",
+        "rate_per",
         "route",
         "since",
         "start",
@@ -72,16 +87,44 @@ class Flow:
     )
 
     def __init__(
-        self, route: Route, work: int, remaining: int, cap: int, now: int, latency_ns: int = 0, owner: Any = None
+        self, route: Route, work: int, left: int, cap: int, now: int, latency_ns: int = 0, owner: Any = None
     ) -> None:
         self.route = route
         self.work = work
-        self.remaining = remaining
-        self.cap = cap
+        self.left = left
+        self.left_per = self.rate_per = 1
         self.rate = 0
+        self.cap = cap
         self.start = self.since = self.finish = now
         self.latency_ns = latency_ns
         self.owner = owner
+
+    def settle(self, now: int) -> None:
+        """Count what has passed since the rate was last set."""
+        left = self.left * self.rate_per - self.rate * (now - self.since) * self.left_per
+        self.since = now
+        if left <= 0:
+            self.left, self.left_per = 0, 1
+            return
+        per = self.left_per * self.rate_per
+        if per > 1:
+            common = gcd(left, per)
+            left, per = left // common, per // common
+            if per > _FINEST:
+                left, per = -(-left * _FINEST // per), _FINEST
+        self.left, self.left_per = left, per
+
+    def run_alone(self) -> None:
+        """Set the rate that the route allows when nobody else is there."""
+        route = self.route
+        if self.cap * route.alone_s < route.alone:
+            self.rate, self.rate_per = self.cap, 1
+        else:
+            self.rate, self.rate_per = route.alone, route.alone_s
+
+    def end(self) -> int:
+        """When it will finish at its present rate."""
+        return self.since - (-self.left * self.rate_per // (self.rate * self.left_per))
 
 
 class Flows:
@@ -98,7 +141,7 @@ class Flows:
         self.users: list[list[Flow]] = []
         self.shared: dict[Flow, None] = {}
         self.moved: list[Flow] = []
-        self._scale = 1_000_000_000 * dilation
+        self._scale = NS * dilation
 
     def add(self, capacity: int) -> int:
         """A new resource of that many units/s; returns its number."""
@@ -111,8 +154,7 @@ class Flows:
 
         `advance(now)` must have been called if anything is shared.
         """
-        remaining = work * self._scale
-        flow = Flow(route, work, remaining, cap, now, latency_ns, owner)
+        flow = Flow(route, work, work * self._scale, cap, now, latency_ns, owner)
         if not work:
             return flow
         alone = True
@@ -127,9 +169,8 @@ class Flows:
                 alone = alone and not line
             line.append(flow)
         if alone:
-            rate = route.rate if route.rate < cap else cap
-            flow.rate = rate
-            flow.finish = now - (-remaining // rate)
+            flow.run_alone()
+            flow.finish = flow.end()
         else:
             self._share(flow, now)
         return flow
@@ -174,8 +215,9 @@ class Flows:
         for line in self.users:
             for flow in line:
                 if flow not in clones:
-                    clone = Flow(flow.route, flow.work, flow.remaining, flow.cap, flow.start)
-                    clone.rate, clone.since, clone.finish = flow.rate, flow.since, flow.finish
+                    clone = Flow(flow.route, flow.work, flow.left, flow.cap, flow.start)
+                    clone.left_per, clone.rate, clone.rate_per = flow.left_per, flow.rate, flow.rate_per
+                    clone.since, clone.finish = flow.since, flow.finish
                     clones[flow] = clone
         twin.users = [[clones[flow] for flow in line] for line in self.users]
         twin.shared = {clones[flow]: None for flow in self.shared}
@@ -193,14 +235,13 @@ class Flows:
             for resource in flow.route.resources:
                 stack.extend(other for other in self.users[resource] if other not in together)
         for flow in together:
-            flow.remaining = max(flow.remaining - flow.rate * (now - flow.since), 0)
-            flow.since = now
+            flow.settle(now)
         if len(together) > 1:
             fair_rates(list(together), self.capacity)
         else:
-            flow.rate = min(flow.route.rate, flow.cap)
+            seed.run_alone()
         for flow in together:
-            finish = now - (-flow.remaining // flow.rate)
+            finish = flow.end()
             if finish != flow.finish:
                 flow.finish = finish
                 self.moved.append(flow)
@@ -212,10 +253,11 @@ class Flows:
 
 
 def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
-    """Set the max-min fair `rate` of each flow, by progressive filling.
+    """Set the max-min fair rate of each flow, by progressive filling.
 
     All rates rise together, in proportion to the weights, until a resource is full or a flow's cap is reached; the
-    flows concerned stay there, the others rise on. The result does not depend on the order of the flows.
+    flows concerned stay there, the others rise on. The result does not depend on the order of the flows. `room` is what
+    is left of each resource, in parts of 1 / `per`; `load` is how fast it fills.
     """
     room: dict[int, int] = {}
     load: dict[int, int] = {}
@@ -224,27 +266,34 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
         for resource, units in flow.route.demands:
             room[resource] = capacity[resource]
             load[resource] = load.get(resource, 0) + units * weight
+    per = 1
     rising = flows
     while rising:
-        levels = {r: room[r] // total for r, total in load.items() if total}
-        level = min(levels.values(), default=FAR)
+        level, level_per = FAR * per, 1  # rates are level / (level_per · per) for a weight of 1
+        for resource, filling in load.items():
+            if filling and room[resource] * level_per < level * filling:
+                level, level_per = room[resource], filling
         for flow in rising:
-            if flow.cap < level * flow.route.weight:
-                level = flow.cap // flow.route.weight
+            if flow.cap * per * level_per < level * flow.route.weight:
+                level, level_per = flow.cap * per, flow.route.weight
         stay: list[Flow] = []
         rise: list[Flow] = []
         for flow in rising:
-            full = flow.cap // flow.route.weight <= level
+            full = flow.cap * per * level_per <= level * flow.route.weight
             for resource in flow.route.resources:
-                if levels[resource] <= level:
+                if room[resource] * level_per == level * load[resource]:
                     full = True
                     break
             (stay if full else rise).append(flow)
+        per *= level_per
+        for resource in room:
+            room[resource] *= level_per
         for flow in stay:
-            flow.rate = max(min(level * flow.route.weight, flow.cap), 1)
+            weight = flow.route.weight
+            flow.rate, flow.rate_per = level * weight, per
             for resource, units in flow.route.demands:
-                room[resource] -= units * flow.rate
-                load[resource] -= units * flow.route.weight
+                room[resource] -= units * level * weight
+                load[resource] -= units * weight
         rising = rise
 
 

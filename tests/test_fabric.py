@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -329,9 +330,7 @@ def test_times_do_not_depend_on_the_order_of_devices_in_the_file(
 
 
 @given(moves)
-def test_the_same_script_gives_the_same_trace(
-    folder: Path, script: list[tuple[str, int, str, str, int, int]]
-) -> None:
+def test_the_same_script_gives_the_same_trace(folder: Path, script: list[tuple[str, int, str, str, int, int]]) -> None:
     traces = []
     for _ in range(2):
         with open_machine(folder) as platform:
@@ -352,8 +351,7 @@ def test_every_estimate_comes_true_when_nothing_else_arrives(
         near, far = region(platform, "dram", 300_000), region(platform, "gpu", 300_000)
         gpu = platform.devices["emu:gpu"]
         others = [
-            gpu.submit(Copy(near.at(0, n), far.at(0, n)), lane)
-            for lane, n in ((2, script[0][4]), (4, script[-1][4]))
+            gpu.submit(Copy(near.at(0, n), far.at(0, n)), lane) for lane, n in ((2, script[0][4]), (4, script[-1][4]))
         ]
         command = Copy(near.at(0, 123_456), far.at(0, 123_456))
         foreseen = gpu.estimate(command, 3).duration_ns
@@ -393,17 +391,16 @@ def test_shares_are_within_capacity_and_max_min_fair(
         for resources, units, weight, cap in wanted
     ]
     fair_rates(flows, capacity)
-    load = [sum(f.rate * dict(f.route.demands).get(r, 0) for f in flows) for r in range(4)]
-    slack = sum(weight * units for _, units, weight, _ in wanted)
+    rates = {flow: Fraction(flow.rate, flow.rate_per) for flow in flows}
+    load = [sum(rates[f] * dict(f.route.demands).get(r, 0) for f in flows) for r in range(4)]
     assert all(used <= room for used, room in zip(load, capacity, strict=True))
     for flow in flows:
-        if flow.rate >= flow.cap - flow.route.weight:
-            continue
-        # otherwise some resource of its is full, and nobody there gets more per weight
-        assert any(
-            capacity[r] - load[r] < slack + 1
+        assert rates[flow] <= flow.cap
+        # a flow below its cap has a resource that is full and on which nobody gets more for its weight
+        assert rates[flow] == flow.cap or any(
+            load[r] == capacity[r]
             and all(
-                other.rate * flow.route.weight <= flow.rate * other.route.weight + flow.route.weight * other.route.weight
+                rates[other] * flow.route.weight <= rates[flow] * other.route.weight
                 for other in flows
                 if r in other.route.resources
             )
@@ -415,13 +412,14 @@ def test_shares_are_within_capacity_and_max_min_fair(
 def test_shares_do_not_depend_on_the_order_of_the_flows(
     wanted: list[tuple[list[int], int, int, int]], capacity: list[int], random: object
 ) -> None:
-    def rates(order: list[int]) -> list[int]:
+    def rates(order: list[int]) -> list[Fraction]:
         flows = [
             Flow(Route([(r, wanted[i][1]) for r in wanted[i][0]], capacity, wanted[i][2]), 1, 1, wanted[i][3], 0)
             for i in order
         ]
         fair_rates(flows, capacity)
-        return [flow.rate for _, flow in sorted(zip(order, flows, strict=True), key=lambda pair: pair[0])]
+        by_number = sorted(zip(order, flows, strict=True), key=lambda pair: pair[0])
+        return [Fraction(flow.rate, flow.rate_per) for _, flow in by_number]
 
     order = list(range(len(wanted)))
     shuffled = list(order)

@@ -39,7 +39,7 @@ def tiny_model(
         tie_word_embeddings=False,
     )
     config._attn_implementation = "sdpa"
-    module = LlamaForCausalLM(config).eval()
+    module = LlamaForCausalLM(config).train(False)
     module.generation_config.pad_token_id = 0
     shape = ModelShape(
         num_layers=num_layers,

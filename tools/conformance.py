@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,7 +57,7 @@ def conformance(
         shown.json({"devices": [report.to_dict() for report in reports]})
         shown.show(_summary(reports, levels))
         for report in reports:
-            shown.show(*(Text(f"{report.device}: {_line(result)}") for result in report.results if _line(result)))
+            shown.show(*(Text(f"{report.device}: {line}") for line in _remarks(report)))
     if not all(report.passed for report in reports):
         raise typer.Exit(FAILED)
 
@@ -116,13 +117,17 @@ def _counts(results: list[Result]) -> str:
     return f"{passed} of {len(results) - skipped}" + (f", {skipped} skipped" if skipped else "")
 
 
-def _line(result: Result) -> str:
-    """What is said of a result that did not pass."""
-    if result.outcome == "passed":
-        return ""
-    return f"{result.outcome}: {result.level}: {result.check.replace('_', ' ')}: {result.reason}"
+def _remarks(report: Report) -> list[str]:
+    """Every failure, and every reason for skipping with how many checks it kept from running."""
+    skipped = Counter((r.level, r.reason) for r in report.results if r.outcome == "skipped")
+    lines = [_failure(result) for result in report.failed]
+    return lines + [f"skipped {count} of {level}: {reason}" for (level, reason), count in skipped.items()]
+
+
+def _failure(result: Result) -> str:
+    return f"FAILED: {result.level}: {result.check.replace('_', ' ')}: {result.reason}"
 
 
 def _say_failure(result: Result) -> None:
     if result.outcome == "failed":
-        say(_line(result))
+        say(_failure(result))

@@ -1,7 +1,8 @@
 """The nvme driver: a file or a block device as a persistent block memory, through io_uring and O_DIRECT.
 
-One memory, on a grid that was probed, and one executor of kind `dma` that reaches it and, for copies, those memories
-whose regions the host has mapped (option `reaches`). Every queue has a thread of its own with its own ring.
+One memory, on a grid that was probed, and one executor of kind `dma` that reaches it and those memories whose regions
+the host has mapped (option `reaches`); between two of those it is the queue's thread that copies. Every queue has a
+thread of its own with its own ring.
 
 What must hold beyond the device contract:
 
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from tierloop.devices.commands import Command, Copy, Traffic, read_segments, segments, verb, write_segments
+from tierloop.devices.commands import Command, Flush, Traffic, read_segments, segments, verb, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.drivers.arena import Arena
@@ -244,14 +245,11 @@ class NvmeDevice:
         for region, _ in segments(command):
             if region.memory == self._name:
                 self._own(region, op)
-            elif not isinstance(command, Copy):
-                raise Unsupported(self._name, op, f"{region} is on another memory; only a copy may name one")
             elif region.view is None or region.view.nbytes < region.nbytes or not region.view.flags.c_contiguous:
                 raise Unsupported(self._name, op, f"{region} is not mapped by the host")
-            elif region is command.target.region and not region.view.flags.writeable:
+        for region, _ in write_segments(command):
+            if region.view is not None and not region.view.flags.writeable:
                 raise OutOfRange(self._name, op, f"{region} is read-only")
-        if all(region.memory != self._name for region, _ in segments(command)):
-            raise Unsupported(self._name, op, f"neither side is on {self._name}")
         return traffic
 
 
@@ -261,11 +259,12 @@ def _nbytes(command: Command) -> int:
 
 
 def _kind(command: Command, memory: str) -> str:
-    """Which direction of the medium a command is about: read, write, copy (both) or flush."""
-    if not isinstance(command, Copy):
-        return verb(command)
-    into, out = command.target.region.memory == memory, command.source.region.memory == memory
-    return "copy" if into and out else "write" if into else "read"
+    """What a command asks of the medium: read, write, copy (both), flush; `host` where it is not on it at all."""
+    out = any(region.memory == memory for region, _ in read_segments(command))
+    into = any(region.memory == memory for region, _ in write_segments(command))
+    if out or into:
+        return "copy" if out and into else "read" if out else "write"
+    return "flush" if isinstance(command, Flush) else "host"
 
 
 def _describe(name: str, options: Options, medium: Medium, crew: Crew, capacity: int) -> DeviceInfo:

@@ -134,7 +134,8 @@ class Worker:
 
     def _move(self, engine: Engine, command: Command) -> None:
         if isinstance(command, Flush):
-            engine.sync()
+            if self._place(command.target.region) is not None:
+                engine.sync()
         elif isinstance(command, Read):
             self._transfer(engine, command.source, _address(command.into), write=False)
         elif isinstance(command, Write):
@@ -143,11 +144,12 @@ class Worker:
             self._copy(engine, command)
 
     def _transfer(self, engine: Engine, segment: Segment, address: int, write: bool) -> None:
-        base = self._place(segment.region)
-        assert base is not None, "submit has checked it, and a region in use is not freed"
-        spans = segment.spans.array
-        pieces = split(joined(contiguous(spans, base, address)), LARGEST_TRANSFER)
-        engine.transfer(pieces, write, ordered=write and overlapping(spans))
+        side, spans = self._side(segment), segment.spans.array
+        pieces = joined(contiguous(spans, side.base, address))
+        if side.medium:
+            engine.transfer(split(pieces, LARGEST_TRANSFER), write, ordered=write and overlapping(spans))
+        else:
+            _move_within_host(pieces, to_address=not write)
 
     def _copy(self, engine: Engine, command: Copy) -> None:
         source, target = self._side(command.source), self._side(command.target)
@@ -158,6 +160,10 @@ class Worker:
                 ordered = overlapping(command.target.spans.array)
                 engine.transfer(split(pieces, LARGEST_TRANSFER), write=target.medium, ordered=ordered)
                 return
+        elif not source.medium:
+            spans, others = source.segment.spans.array, target.segment.spans.array
+            _move_within_host(paired(spans, source.base, others, target.base), to_address=True)
+            return
         self._through_windows(engine, source, target)
 
     def _side(self, segment: Segment) -> _Side:
@@ -165,7 +171,7 @@ class Worker:
         if base is not None:
             return _Side(segment, base, True)
         if view is None:
-            raise OutOfRange(self._target.device, "copy", f"{segment.region} was freed before the copy began")
+            raise OutOfRange(self._target.device, "move", f"{segment.region} was freed before its bytes were moved")
         return _Side(segment, _address(view), False, view)
 
     def _through_windows(self, engine: Engine, source: _Side, target: _Side) -> None:
@@ -189,7 +195,7 @@ class Worker:
                     ordered = not into_window and overlapping(side.segment.spans.array)
                     engine.transfer(split(joined(mine), LARGEST_TRANSFER), not into_window, ordered)
                 else:
-                    _move_within_host(mine, into_window)
+                    _move_within_host(mine, to_address=into_window)
 
 
 class _Side(NamedTuple):
@@ -205,9 +211,10 @@ _ABANDONED: list[tuple[Engine, Completion]] = []
 """What a stuck transfer may still touch: kept until the process ends."""
 
 
-def _move_within_host(pieces: Pieces, into_window: bool) -> None:
-    for host, window, nbytes in pieces.tolist():
-        ctypes.memmove(*((window, host) if into_window else (host, window)), nbytes)
+def _move_within_host(pieces: Pieces, to_address: bool) -> None:
+    """Pieces whose first column is an address as well; bytes move to the second column, or from it."""
+    for first, second, nbytes in pieces.tolist():
+        ctypes.memmove(*((second, first) if to_address else (first, second)), nbytes)
 
 
 def _address(array: NDArray[np.uint8]) -> int:

@@ -142,12 +142,11 @@ _DOTS = (WORD, WORD, WORD, WORD, WORD, WORD, WORD, REAL, WORD, WORD)
 _BOUNDS = (WORD, WORD, WORD, WORD, WORD, WORD, WORD)
 
 
-@inline(types.void, *_DOTS, literals=2)
+@inline(types.void, *_DOTS, literals=4)
 def _dots(
-    context: Any, builder: Any, dtype: int, group: int, queries: Any, query_stride: Any, rows: Any, n: Any, dim: Any,
+    context: Any, builder: Any, dtype: int, group: int, steps: int, passes: int, queries: Any, query_stride: Any, rows: Any, n: Any, dim: Any,
     out: Any, out_stride: Any, scale: Any, ahead: Any, ahead_nbytes: Any,
 ) -> None:  # fmt: skip
-    steps, passes = _registers()[group]
     q = [at(builder, queries, builder.mul(query_stride, int64(g))) for g in range(group)]
     outs = [at(builder, out, builder.mul(out_stride, int64(g))) for g in range(group)]
 
@@ -185,13 +184,30 @@ def _bounds(
     _over_rows(builder, n, 1, tile)
 
 
-def _make_dots(dtype: int, group: int) -> int:
+def make_dots(dtype: int, group: int, steps: int, passes: int) -> int:
+    """Compile `dots` for a stored type and a number of query rows; `steps` and `passes` as in `_registers`."""
+
     @entry(*_DOTS)
     def dots(
         queries: int, query_stride: int, rows: int, n: int, dim: int, out: int, out_stride: int, scale: float,
         ahead: int, ahead_nbytes: int,
     ) -> None:  # fmt: skip
-        _dots(dtype, group, queries, query_stride, rows, n, dim, out, out_stride, scale, ahead, ahead_nbytes)
+        _dots(
+            dtype,
+            group,
+            steps,
+            passes,
+            queries,
+            query_stride,
+            rows,
+            n,
+            dim,
+            out,
+            out_stride,
+            scale,
+            ahead,
+            ahead_nbytes,
+        )
 
     return dots
 
@@ -212,7 +228,10 @@ call_dots = caller(*_DOTS)
 call_bounds = caller(*_BOUNDS)
 """(address, queries, query stride, rows, n, dim, out, out stride), strides in bytes."""
 
-DOTS = np.array([_make_dots(dtype, group) for dtype in range(3) for group in range(1, TILE + 1)], dtype=np.int64)
+DOTS = np.array(
+    [make_dots(dtype, group, *_registers()[group]) for dtype in range(3) for group in range(1, TILE + 1)],
+    dtype=np.int64,
+)
 """Addresses, at dtype · TILE + number of query rows − 1."""
 BOUNDS = np.array([_make_bounds(group) for group in range(1, TILE + 1)], dtype=np.int64)
 """Addresses, at the number of query rows − 1."""

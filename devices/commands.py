@@ -67,7 +67,8 @@ class Flush:
 
 Command = Read | Write | Copy | Launch | Flush
 
-VERBS: dict[type, str] = {Read: "read", Write: "write", Copy: "copy", Launch: "launch", Flush: "flush"}
+VERBS: dict[type, str] = {Read: "read", Write: "write", Copy: "copy", Flush: "flush"}
+"""What executors may offer besides kernels; a launch goes by the name of its kernel."""
 
 
 def verb(command: Command) -> str:

@@ -101,7 +101,7 @@ class EmulatedDevice:
         self._info: DeviceInfo | None = None
         self._costs: list[Costs] = []
         self._grids: dict[str, int] = {}
-        self._special = True
+        self._has_sram = isinstance(self.firmware, PnmModel)
         self._jobs: dict[Completion, Job] = {}
         self._closed = False
         depth = max((e.depth for e in profile.executors), default=1)
@@ -120,7 +120,7 @@ class EmulatedDevice:
             on_media = PnmModel(memory.pnm)
         self.firmware = on_media or Passthrough(memory.read_bytes_per_s, memory.write_bytes_per_s)
         addressed = on_media is not None
-        self._store = Store(self._name, memory.capacity, memory.alignment, addressed, backing)
+        self._store = Store(self._name, memory.capacity, memory.alignment, addressed, backing, self._fabric.regions)
         medium = Medium(self._name, memory, self._store, on_media, self._fabric.flows)
         self._fabric.media[self._name] = medium
 
@@ -201,18 +201,23 @@ class EmulatedDevice:
         if info is None:
             info = self.info
         traffic = check(info, command, queue)
-        if self._special:
-            self._check_special(command)
+        live = self._fabric.regions
+        for region, _ in segments(command):
+            if region not in live:
+                self._check_foreign(region, verb(command))
+        for memory, grid in self._grids.items():
+            check_alignment(info, command, memory, grid)
+        if self._has_sram:
+            self._check_sram(command)
         return traffic
 
-    def _check_special(self, command: Command) -> None:
-        """What `check` does not know of: grids, memories of real devices, the SRAM of a PNM's engines."""
-        for memory, grid in self._grids.items():
-            check_alignment(self.info, command, memory, grid)
-        media = self._fabric.media
-        for region, _ in segments(command):
-            if region.memory not in media and region.view is None:
-                raise Unsupported(self._name, verb(command), f"{region} is on a real device and not mapped by the host")
+    def _check_foreign(self, region: Region, op: str) -> None:
+        if region.memory in self._fabric.media:
+            raise OutOfRange(self._name, op, f"{region} is not a region that {region.memory} has now")
+        if region.view is None:
+            raise Unsupported(self._name, op, f"{region} is on a real device and not mapped by the host")
+
+    def _check_sram(self, command: Command) -> None:
         if isinstance(command, Launch) and isinstance(self.firmware, PnmModel):
             queries = sum(s.spans.nbytes for s in command.reads[0]) if len(command.reads) > 1 else 0
             wrong = self.firmware.too_large(queries, sum(s.spans.nbytes for o in command.writes for s in o))
@@ -224,9 +229,11 @@ class EmulatedDevice:
     def _start(self, completion: Completion) -> None:
         cost = self._costs[completion.queue].of(completion.command, completion.traffic, True)
         job = Job(completion, cost, self._due)
+        if cost.fault or not self._numerics.needed(completion.command, completion.traffic.phantom):
+            job.outcome = (cost.flops, None)
         self._jobs[completion] = job
         self._fabric.begin(job, completion.started_ns)
-        if self._promises is not None and not cost.fault and not completion.traffic.phantom:
+        if self._promises is not None and job.outcome is None:
             job.future = self._numerics.begin(
                 self._name,
                 completion.command,
@@ -238,11 +245,7 @@ class EmulatedDevice:
         if job.outcome is None:
             if job.future is not None:
                 return
-            completion = job.completion
-            if job.cost.fault or completion.traffic.phantom:
-                job.outcome = (job.cost.flops, None)
-            else:
-                job.outcome = self._numerics.now(self._name, completion.command)
+            job.outcome = self._numerics.now(self._name, job.completion.command)
         self._finish(job)
 
     def _computed(self, job: Job, outcome: Outcome) -> None:
@@ -299,8 +302,6 @@ class EmulatedDevice:
             medium = self._fabric.media.get(memory)
             if medium is not None and medium.profile.alignment > 1:
                 self._grids[memory] = medium.profile.alignment
-        foreign = any(memory not in self._fabric.media for memory in self._reaches)
-        self._special = foreign or bool(self._grids) or isinstance(self.firmware, PnmModel)
         memories: tuple[MemoryInfo, ...] = ()
         if profile.memory is not None:
             memory_profile = profile.memory

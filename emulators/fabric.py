@@ -149,6 +149,7 @@ class Fabric:
         self.dilation = topology.dilation
         self.flows = Flows(topology.dilation)
         self.media: dict[str, Medium] = {}
+        self.regions: set[Region] = set()
         self.links = {name: Link(spec, self.flows) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []
         self._tick_at = FAR

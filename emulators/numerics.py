@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write, verb
 from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Timeout
+from tierloop.devices.kernels.contract import Dense
 from tierloop.emulators.fabric import Fabric
 
 SMALL_NBYTES = 32 << 10
@@ -44,6 +45,13 @@ class Numerics:
         numerics = shared["numerics"]
         assert isinstance(numerics, Numerics)
         return numerics
+
+    @staticmethod
+    def needed(command: Command, phantom: bool) -> bool:
+        """Whether there is anything to do but to let time pass."""
+        if phantom or isinstance(command, Flush):
+            return False
+        return not (isinstance(command, Launch) and isinstance(command.args, Dense) and command.args.function is None)
 
     def now(self, device: str, command: Command) -> Outcome:
         """Carry a command out on this thread."""
@@ -81,8 +89,7 @@ class Numerics:
         try:
             if isinstance(command, Launch):
                 return run(command, self._fabric.bytes_of, threads), None
-            if not isinstance(command, Flush):
-                copy_bytes(command, self._fabric.bytes_of)
+            copy_bytes(command, self._fabric.bytes_of)
             return 0, None
         except DeviceError as error:
             return 0, error

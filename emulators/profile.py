@@ -152,6 +152,8 @@ class _Reader:
         """A sourced number; `unknown` is what counts where the profile does not know, `absent` where it is silent."""
         if absent is not None and not table.has(key):
             return absent
+        if not isinstance(table.get(key), Mapping):
+            raise table.error(key, f'{table.get(key)!r} given; allowed: {{ value = …, source = "…" }}')
         inner = table.table(key)
         source = inner.text("source")
         full = f"{table.prefix}.{key}"

@@ -25,15 +25,27 @@ _HUGE = 1 << 21
 
 
 class Store:
-    """The regions of one memory. `used` counts bytes of live regions, rounded up to the grid."""
+    """The regions of one memory. `used` counts bytes of live regions, rounded up to the grid.
 
-    def __init__(self, name: str, capacity: int, grid: int, addressed: bool, backing: Path | None = None) -> None:
+    `live` is the set of live regions that several stores have in common.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        grid: int,
+        addressed: bool,
+        backing: Path | None = None,
+        live: set[Region] | None = None,
+    ) -> None:
         self.name = name
         self.capacity = capacity
         self.used = 0
         self._grid = grid
         self._extents = Extents(capacity, grid) if addressed else None
         self._backing = backing
+        self._live = set() if live is None else live
         self._next_id = 0
         self._bytes: dict[Region, NDArray[np.uint8] | None] = {}
         self._addresses: dict[Region, int] = {}
@@ -68,6 +80,7 @@ class Store:
             raise OutOfMemory(
                 self.name, "alloc", f"{nbytes} bytes: the host has nothing to back them with: {error}"
             ) from error
+        self._live.add(region)
         self._next_id += 1
         self.used += size
         if self._extents is not None:
@@ -79,6 +92,7 @@ class Store:
         if region not in self._bytes:
             raise OutOfRange(self.name, "free", f"{region} is not a region of this device, or is freed")
         del self._bytes[region]
+        self._live.discard(region)
         region.freed = True
         self.used -= self._size(region.nbytes)
         if self._extents is not None:

@@ -104,7 +104,7 @@ class _Busy:
 
 
 class FlashModel:
-    """The controller and its media. Counters `host_units`, `programmed_units`, `erased_blocks` only grow."""
+    """The controller and its media. `host_units`, `collected_units` (written again) and `erased_blocks` only grow."""
 
     def __init__(self, geometry: FlashGeometry) -> None:
         self.geometry = geometry
@@ -130,15 +130,14 @@ class FlashModel:
         self._fill = 0
         self._writes = 0
         self.host_units = 0
-        self.programmed_units = 0
+        self.collected_units = 0
         self.erased_blocks = 0
         self._faults.clear()
 
     @property
     def write_amplification(self) -> float:
-        """Units programmed (or waiting in the stripe buffer) per unit that the host wrote; 1 before the first write."""
-        waiting = self._fill if self._stripe >= 0 else 0
-        return (self.programmed_units + waiting) / self.host_units if self.host_units else 1.0
+        """Units programmed per unit that the host wrote; 1 before the first write."""
+        return 1 + self.collected_units / self.host_units if self.host_units else 1.0
 
     # -- the bus face ---------------------------------------------------------------------------------------------
 
@@ -148,10 +147,9 @@ class FlashModel:
         busy = _Busy(self.geometry)
         fault = self._fault(read)
         self._count_reads(read, busy)
-        moved = self.programmed_units
+        collected = self.collected_units
         self._write(written, busy)
-        moved = max(self.programmed_units - moved, len(written))
-        return self._work(busy, len(read) + moved, fault)
+        return self._work(busy, len(read) + len(written) + 2 * (self.collected_units - collected), fault)
 
     def plan(self, reads: Ranges, writes: Ranges) -> MediaWork:
         """What the access costs if no garbage has to be collected."""
@@ -341,7 +339,7 @@ class FlashModel:
         self._open_block[die] = victim
         self._next_stripe[die] = stripes
         self.erased_blocks += 1
-        self.programmed_units += len(held)
+        self.collected_units += len(held)
         busy.die_ns[die] += pages * g.read_ns + stripes * g.program_ns + g.erase_ns
         busy.bus_units[die // g.dies_per_channel] += 2 * len(held)
         return True
@@ -349,7 +347,6 @@ class FlashModel:
     def _program(self, busy: _Busy) -> None:
         g = self.geometry
         busy.die_ns[self._die] += g.program_ns
-        self.programmed_units += g.slots
         self._next_stripe[self._die] += 1
         self._die = (self._die + 1) % g.dies
         self._stripe = -1

@@ -28,21 +28,28 @@ Chosen = tuple[Int64, Int64]
 
 @dataclass
 class _Share:
-    """What one lane attends in one layer: per sequence its blocks, and the roots that it returns."""
+    """What one lane attends in one layer: per request of the batch its blocks, and the roots that it returns.
+
+    `kept` holds the operands of requests whose rows here do not change from step to step.
+    """
 
     lane: Lane
     chosen: dict[int, Chosen] = field(default_factory=dict)
     roots: Int64 = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
+    kept: dict[int, Rows] = field(default_factory=dict)
 
 
 @dataclass
-class _Staged:
-    """Blocks of one request and layer that were copied to the host: which, where, and the copies."""
+class _Far:
+    """Blocks of a request and layer that nobody attends over: where they go in its staging half, and the copies.
+
+    Sorted by head, then block; `offsets` are int64 [side, n].
+    """
 
     heads: Int64
     blocks: Int64
     offsets: Int64
-    done: list[Completion]
+    copies: list[tuple[Lane, Copy]]
 
 
 class InPlaceAttention:
@@ -52,10 +59,11 @@ class InPlaceAttention:
         self._engine = engine
         self._lanes: dict[str, Lane | None] = {}
         self._scratch: dict[tuple[str, int], Region] = {}
-        self._plans: dict[tuple[object, ...], list[_Share]] = {}
-        self._staged: dict[tuple[str, int], _Staged] = {}
-        self._readers: list[Completion] = []
-        """The newest launch that reads staged blocks: their slots are free again after it."""
+        self._plans: dict[int, tuple[object, list[_Share]]] = {}
+        self._fars: dict[tuple[str, int], tuple[object, _Far | None]] = {}
+        self._staged: dict[tuple[str, int], tuple[_Far, list[Completion]]] = {}
+        self._readers: dict[tuple[str, int], list[Completion]] = {}
+        """Who reads each half of a request's staging last: a new copy comes after it."""
 
     def check(self, memories: list[str]) -> None:
         """Raise ConfigurationError unless rows on each memory can be attended over, in place or staged."""
@@ -69,8 +77,8 @@ class InPlaceAttention:
             self._lanes[memory] = self._engine.runner("attend", memory)
         return self._lanes[memory]
 
-    def staging(self, num_slots: int, memories: list[str]) -> Pool:
-        """Host memory for staged blocks of a request, in slots of the size that these memories use.
+    def staging(self, num_blocks: int, memories: list[str]) -> Pool:
+        """Host memory for two layers of `num_blocks` staged blocks (K and V, all heads), in slots for these memories.
 
         Whoever asks keeps it in `request.state["staging"]` and gives it back. Raises TierTooSmall.
         """
@@ -78,31 +86,19 @@ class InPlaceAttention:
         for memory in memories:
             info = self._engine.platform.memory_owner(memory).info.memory(memory)
             grid = max(grid, info.alignment if info else 1)
-        return self._engine.pool(self._engine.host, num_slots, -(-self._engine.shape.block_nbytes // grid) * grid)
+        shape = self._engine.shape
+        slots = 2 * 2 * shape.num_kv_heads * num_blocks
+        return self._engine.pool(self._engine.host, slots, -(-shape.block_nbytes // grid) * grid)
 
     def stage(self, request: Request, layer: int, chosen: Chosen | None = None) -> None:
         """Start copying the chosen blocks that nobody attends over to the host; does nothing for the others."""
-        table = request.blocks
-        heads, blocks = chosen if chosen is not None else table.all_blocks(layer)
-        places = table.places(layer, heads, blocks)
-        far = np.isin(places.pools, self._far(table)).any(axis=0)
-        if not far.any() or (request.name, layer) in self._staged:
+        if (request.name, layer) in self._staged:
             return
-        staging: Pool = request.state["staging"]
-        heads, blocks = heads[far], blocks[far]
-        pools, sources = places.pools[:, far].reshape(-1), places.offsets[:, far].reshape(-1)
-        targets = staging.take(len(sources))
-        done = []
-        for number in np.unique(pools).tolist():
-            pool, of_pool = table.pools[number], pools == number
-            nbytes = pool.slot_nbytes
-            assert nbytes <= staging.slot_nbytes, "a staging slot holds a slot of any drive"
-            lane = self._engine.mover(pool.memory, staging.memory)
-            assert lane is not None, "checked when the policy was made"
-            source = Segment(pool.region, _runs(sources[of_pool], nbytes))
-            target = Segment(staging.region, Spans.equal(targets[of_pool], nbytes))
-            done.append(lane.submit(Copy(source, target), self._readers))
-        self._staged[request.name, layer] = _Staged(heads, blocks, targets.reshape(2, -1), done)
+        far = self._far(request, layer, chosen)
+        if far is not None:
+            readers = self._readers.get((request.name, layer % 2), [])
+            done = [lane.submit(copy, readers) for lane, copy in far.copies]
+            self._staged[request.name, layer] = (far, done)
 
     def attend(
         self, layer: int, batch: Batch, appended: Completion, chosen: list[Chosen] | None = None
@@ -112,10 +108,11 @@ class InPlaceAttention:
         Returns what comes after the output.
         """
         engine, shape = self._engine, self._engine.shape
-        picked = chosen or [r.blocks.all_blocks(layer) for r in batch.requests]
-        shares = self._plan(layer, batch, picked, cached=chosen is None)
-        roots = np.concatenate([s.roots for s in shares])
-        at_home = self._region(engine.dense.memory, layer, engine.state_nbytes(len(roots), batch.q_len))
+        for i, request in enumerate(batch.requests):
+            self.stage(request, layer, chosen[i] if chosen is not None else None)
+        shares = self._plan(layer, batch, chosen)
+        roots = shares[0].roots if len(shares) == 1 else np.concatenate([s.roots for s in shares])
+        at_home = self._region(engine.dense.memory, layer, engine.state_nbytes(len(roots), batch.q_len), "all states")
         first_new = (batch.positions[:, 0] // shape.block_tokens).tolist()
         queries: dict[str, tuple[Segment, list[Completion]]] = {}
         ended: list[Completion] = []
@@ -126,42 +123,37 @@ class InPlaceAttention:
             offset += nbytes
             if lane.memory not in queries:
                 queries[lane.memory] = self._queries(lane, layer, batch)
-            query, after = queries[lane.memory]
-            after = list(after)
-            if any(blocks.size and int(blocks.max()) >= first_new[i] for i, (_, blocks) in share.chosen.items()):
-                after.append(appended)
-            parts: list[Rows] = []
-            staged: list[Completion] = []
-            for i, (heads, blocks) in sorted(share.chosen.items()):
-                places, copies = self._places(batch.requests[i], layer, heads, blocks)
-                staged.extend(copies)
-                parts.append(batch.requests[i].blocks.rows(layer, heads, blocks, i, places))
-            if lane.device is engine.dense.device:
-                states = home
-            else:
-                states = self._region(lane.memory, layer, nbytes, "states").at(0, nbytes)
-            done = engine.attend(
-                lane, query, join(parts), batch.positions, batch.scale, share.roots, states, after + staged
-            )
-            if states is not home:
-                done = engine.copy(states, home, [done])
-            ended.append(done)
-            if staged:
-                self._readers = [done]
-        self._release_staged(layer, batch)
+            query, ready = queries[lane.memory]
+            parts, after, staged = [], list(ready), []
+            for i in sorted(share.chosen):
+                rows, copies, newest = self._rows(share, i, batch.requests[i], layer, first_new[i])
+                parts.append(rows)
+                after.extend(copies)
+                if newest:
+                    after.append(appended)
+                if copies:
+                    staged.append(batch.requests[i].name)
+            here = lane.device is engine.dense.device
+            states = home if here else self._region(lane.memory, layer, nbytes, "states").at(0, nbytes)
+            done = engine.attend(lane, query, join(parts), batch.positions, batch.scale, share.roots, states, after)
+            for name in staged:
+                self._readers[name, layer % 2] = [done]
+            ended.append(done if here else engine.copy(states, home, [done]))
+        for request in batch.requests:
+            self._staged.pop((request.name, layer), None)
         return [engine.merge([at_home.at(0, offset)], roots, batch.positions, batch.output, ended)]
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, layer: int, batch: Batch, picked: list[Chosen], cached: bool) -> list[_Share]:
-        """Divide the chosen blocks over lanes; kept while no block has moved or come."""
-        key = (layer, *((r.name, r.blocks.version, r.blocks.num_blocks(layer)) for r in batch.requests))
-        if cached and key in self._plans:
-            return self._plans[key]
+    def _plan(self, layer: int, batch: Batch, chosen: list[Chosen] | None) -> list[_Share]:
+        """Divide the blocks over lanes; where all are attended, the plan is kept until a block moves or comes."""
+        key = tuple((r.blocks, r.blocks.version, r.blocks.num_blocks(layer)) for r in batch.requests)
+        if chosen is None and layer in self._plans and self._plans[layer][0] == key:
+            return self._plans[layer][1]
         shares: dict[str, _Share] = {}
-        for i, (request, (heads, blocks)) in enumerate(zip(batch.requests, picked, strict=True)):
-            table = request.blocks
-            lanes = self._lanes_of(table, table.places(layer, heads, blocks))
+        for i, request in enumerate(batch.requests):
+            heads, blocks = chosen[i] if chosen is not None else request.blocks.all_blocks(layer)
+            lanes = self._lanes_of(request.blocks, request.blocks.places(layer, heads, blocks))
             for lane in dict.fromkeys(lanes):
                 mine = np.array([x is lane for x in lanes])
                 shares.setdefault(lane.memory, _Share(lane)).chosen[i] = (heads[mine], blocks[mine])
@@ -174,10 +166,8 @@ class InPlaceAttention:
                     for where, ids in theirs.items():
                         others[where] = np.sort(np.concatenate((others[where], ids))) if where in others else ids
             share.roots = self._engine.roots(held, others)
-        if cached:
-            for old in [k for k in self._plans if k[0] == layer]:
-                del self._plans[old]
-            self._plans[key] = planned
+        if chosen is None:
+            self._plans[layer] = (key, planned)
         return planned
 
     def _splits(self, share: _Share, batch: Batch, layer: int) -> dict[tuple[int, int], Int64]:
@@ -208,40 +198,75 @@ class InPlaceAttention:
             lanes[k, v] = lane
         return [lanes[pair] for pair in pairs]
 
-    # -- places ---------------------------------------------------------------------------------------------------
+    # -- rows -----------------------------------------------------------------------------------------------------
 
-    def _far(self, table: BlockTable) -> list[int]:
-        return [number for number, pool in enumerate(table.pools) if self.lane(pool.memory) is None]
+    def _rows(
+        self, share: _Share, i: int, request: Request, layer: int, first_new: int
+    ) -> tuple[Rows, list[Completion], bool]:
+        """A request's rows for a lane, the copies that bring them, and whether the newest rows are among them."""
+        heads, blocks = share.chosen[i]
+        far, copies = self._staged.get((request.name, layer), (None, []))
+        if share.lane is not self.lane(self._engine.host):
+            far, copies = None, []
+        newest = bool((blocks >= first_new).any())
+        if i in share.kept:
+            return share.kept[i], copies, False
+        rows = request.blocks.rows(layer, heads, blocks, i, self._places(request, layer, heads, blocks, far))
+        if not newest:
+            share.kept[i] = rows
+        return rows, copies, newest
 
-    def _places(
-        self, request: Request, layer: int, heads: Int64, blocks: Int64
-    ) -> tuple[Places | None, list[Completion]]:
-        """Places with staged blocks replaced by their copies, and the copies to wait for."""
-        table = request.blocks
-        far = self._far(table)
-        if not far:
-            return None, []
+    def _places(self, request: Request, layer: int, heads: Int64, blocks: Int64, far: _Far | None) -> Places | None:
+        """Places of blocks with the staged ones replaced by their copies; None where nothing is staged."""
+        if far is None:
+            return None
+        table, width = request.blocks, request.blocks.pool.shape[3]
         places = table.places(layer, heads, blocks)
-        mine = np.isin(places.pools, far).any(axis=0)
-        if not mine.any():
-            return None, []
-        if (request.name, layer) not in self._staged:
-            self.stage(request, layer, (heads, blocks))
-        staged = self._staged[request.name, layer]
-        number = table.number(request.state["staging"])
-        width = table.pool.shape[3]
-        held = staged.heads * width + staged.blocks
-        at = np.searchsorted(held, heads[mine] * width + blocks[mine])
-        assert np.array_equal(held[at], heads[mine] * width + blocks[mine]), "every far block was staged"
-        places.pools[:, mine] = number
-        places.offsets[:, mine] = staged.offsets[:, at]
-        return places, staged.done
+        held, wanted = far.heads * width + far.blocks, heads * width + blocks
+        at = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
+        mine = held[at] == wanted
+        places.pools[:, mine] = table.number(request.state["staging"])
+        places.offsets[:, mine] = far.offsets[:, at[mine]]
+        return places
 
-    def _release_staged(self, layer: int, batch: Batch) -> None:
-        for request in batch.requests:
-            staged = self._staged.pop((request.name, layer), None)
-            if staged is not None:
-                request.state["staging"].give(staged.offsets.reshape(-1))
+    def _far(self, request: Request, layer: int, chosen: Chosen | None) -> _Far | None:
+        """What has to be staged; kept like a plan where all blocks are attended."""
+        table = request.blocks
+        numbers = [number for number, pool in enumerate(table.pools) if self.lane(pool.memory) is None]
+        if not numbers:
+            return None
+        key, slot = (table, table.version, table.num_blocks(layer)), (request.name, layer)
+        if chosen is None and slot in self._fars and self._fars[slot][0] == key:
+            return self._fars[slot][1]
+        heads, blocks = chosen if chosen is not None else table.all_blocks(layer)
+        places = table.places(layer, heads, blocks)
+        mine: NDArray[np.bool_] = np.isin(places.pools, numbers).any(axis=0)  # type: ignore[assignment]  # an array
+        far = self._far_copies(request, layer, heads[mine], blocks[mine], places, mine) if mine.any() else None
+        if chosen is None:
+            self._fars[slot] = (key, far)
+        return far
+
+    def _far_copies(
+        self, request: Request, layer: int, heads: Int64, blocks: Int64, places: Places, mine: NDArray[np.bool_]
+    ) -> _Far:
+        staging: Pool = request.state["staging"]
+        pools, sources = places.pools[:, mine].reshape(-1), places.offsets[:, mine].reshape(-1)
+        half = staging.num_slots // 2
+        assert len(sources) <= half, "a half holds every far block of a layer"
+        targets = (layer % 2 * half + np.arange(len(sources), dtype=np.int64)) * staging.slot_nbytes
+        copies = []
+        for number in np.unique(pools).tolist():
+            pool, of_pool = request.blocks.pools[number], pools == number
+            assert pool.slot_nbytes <= staging.slot_nbytes, "a staging slot holds a slot of any memory"
+            lane = self._engine.mover(pool.memory, staging.memory)
+            if lane is None:
+                raise ConfigurationError(f"nobody copies from {pool.memory} to {staging.memory}")
+            source = Segment(pool.region, _runs(sources[of_pool], pool.slot_nbytes))
+            target = Segment(staging.region, _runs(targets[of_pool], pool.slot_nbytes))
+            copies.append((lane, Copy(source, target)))
+        return _Far(heads, blocks, targets.reshape(2, -1), copies)
+
+    # -- scratch --------------------------------------------------------------------------------------------------
 
     def _queries(self, lane: Lane, layer: int, batch: Batch) -> tuple[Segment, list[Completion]]:
         if lane.device is self._engine.dense.device:
@@ -250,7 +275,7 @@ class InPlaceAttention:
         there = self._region(lane.memory, layer, nbytes, "queries").at(0, nbytes)
         return there, [self._engine.copy(batch.queries, there, [batch.ready])]
 
-    def _region(self, memory: str, layer: int, nbytes: int, use: str = "all states") -> Region:
+    def _region(self, memory: str, layer: int, nbytes: int, use: str) -> Region:
         """Scratch for one use, memory and layer; grows by powers of two, between steps only."""
         key = (f"{use} {memory}", layer)
         region = self._scratch.get(key)

@@ -56,12 +56,11 @@ class Placed(Policy):
         request.state["homes"] = np.array([list(pools).index(m) for m in homes], dtype=np.int64)
 
     def take_staging(self, request: Request, attention: InPlaceAttention) -> None:
-        """Host memory for two layers of the request's blocks that nobody attends over. Raises TierTooSmall."""
+        """Host memory for the request's blocks that nobody attends over. Raises TierTooSmall."""
         homes = self.homes(request)
         far = [m for m in dict.fromkeys(homes) if attention.lane(m) is None]
         if far:
-            slots = 2 * sum(homes.count(m) for m in far) * 2 * self.shape.num_kv_heads
-            request.state["staging"] = attention.staging(slots, far)
+            request.state["staging"] = attention.staging(sum(homes.count(m) for m in far), far)
 
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         homes = request.state["homes"][blocks]

@@ -207,10 +207,15 @@ class Policy:
         return done
 
 
-def make(kind: type[Policy], engine: Engine, options: dict[str, Any]) -> Policy:
-    """Build a policy with options from outside. Raises ConfigurationError for an unknown option."""
+def check_options(kind: type[Policy], options: dict[str, Any]) -> None:
+    """Raises ConfigurationError for an option that the policy does not have."""
     known = [p for p in inspect.signature(kind.__init__).parameters if p not in ("self", "engine")]
     for option in options:
         if option not in known:
             raise ConfigurationError(f"policy {kind.name} has no option {option!r}: {nearest(option, known)}")
+
+
+def make(kind: type[Policy], engine: Engine, options: dict[str, Any]) -> Policy:
+    """Build a policy with options from outside. Raises ConfigurationError for an unknown option."""
+    check_options(kind, options)
     return kind(engine, **options)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tests import oracle
 
+from tests import oracle
 from tierloop.devices.commands import Launch, Operand
 from tierloop.devices.kernels import run
 from tierloop.devices.kernels.contract import ITEMSIZE, Attend, Combine, DType, KernelArgs, Logits, Merge
@@ -73,8 +73,8 @@ class Case:
     seed: int = 0
     spread: float = 1.0
     queries: Float32 = field(init=False)
-    keys: NDArray[np.generic] = field(init=False)
-    values: NDArray[np.generic] = field(init=False)
+    keys: oracle.Stored = field(init=False)
+    values: oracle.Stored = field(init=False)
     q_positions: Int64 = field(init=False)
     scale: float = field(init=False)
 
@@ -188,7 +188,7 @@ class Case:
         """The float64 output and the bound on the error, each shaped like `output`."""
         shape = (self.num_sequences, self.q_len, self.num_kv_heads, self.group, self.head_dim_v)
         exact, bound = np.zeros(shape), np.zeros(shape)
-        keys, values = oracle.decode(self.keys, self.dtype), oracle.decode(self.values, self.dtype)  # type: ignore[arg-type]
+        keys, values = oracle.decode(self.keys, self.dtype), oracle.decode(self.values, self.dtype)
         for s in range(self.num_sequences):
             for h in range(self.num_kv_heads):
                 position = rows[(rows[:, 0] == s) & (rows[:, 1] == h), 2]

@@ -1,4 +1,4 @@
-"""The kernel's side of one io_uring, in memory: takes submissions, answers with completions in a shuffled order.
+"""The kernel's side of one io_uring, in memory: carries submissions out, and answers them, in a shuffled order.
 
 Stricter than a test would notice otherwise: overrun queues, a ring that another thread enters, two transfers in flight
 with one name and a wait without a timeout that nothing can end are failures of the test.
@@ -69,8 +69,9 @@ class FakeRing:
         head, ready = self._word(_SQ_HEAD), (self._word(_SQ_TAIL) - self._word(_SQ_HEAD)) & 0xFFFFFFFF
         assert ready <= self.entries, "the submission queue was overrun"
         taken = min(to_submit, ready)
-        for i in range(taken):
-            index = self._word(self._order + 4 * ((head + i) & (self.entries - 1)))
+        indices = [self._word(self._order + 4 * ((head + i) & (self.entries - 1))) for i in range(taken)]
+        shuffle.shuffle(indices)
+        for index in indices:
             at = index * uring.SUBMISSION.size
             self._take(uring.SUBMISSION.unpack_from(self.maps[uring.ENTRIES_OFFSET], at), carry_out)
         struct.pack_into("I", words, _SQ_HEAD, (head + taken) & 0xFFFFFFFF)

@@ -106,7 +106,8 @@ host = "dram"
 DEVICES = {
     "dram": '[devices.dram]\ndriver = "emulated"\nprofile = "dram.toml"\nreaches.cxl = ["cxl"]\n',
     "cxl": '[devices.cxl]\ndriver = "emulated"\nprofile = "cxl.toml"\n',
-    "gpu": '[devices.gpu]\ndriver = "emulated"\nprofile = "gpu.toml"\nreaches.dram = ["pcie"]\nreaches.cxl = ["pcie", "cxl"]\n',
+    "gpu": '[devices.gpu]\ndriver = "emulated"\nprofile = "gpu.toml"\n'
+    'reaches.dram = ["pcie"]\nreaches.cxl = ["pcie", "cxl"]\n',
     "nvme": '[devices.nvme]\ndriver = "emulated"\nprofile = "nvme.toml"\nreaches.dram = ["half"]\n',
     "pnm": '[devices.pnm]\ndriver = "emulated"\nprofile = "pnm.toml"\nreaches.dram = ["half2"]\n',
 }

@@ -24,13 +24,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Float64 = NDArray[np.float64]
+Stored = NDArray[np.float32] | NDArray[np.uint16]
+"""Numbers as a KV cache holds them: float32, or the bits of 16-bit floats."""
 U = 2.0**-24
 """Unit roundoff of float32."""
 TINY = 2.0**-126
 """The smallest normal float32."""
 
 
-def encode(numbers: ArrayLike, dtype: str) -> NDArray[np.float32] | NDArray[np.uint16]:
+def encode(numbers: ArrayLike, dtype: str) -> Stored:
     """Numbers as they are stored: float32, or the bits of float16 or bfloat16 as uint16 (nearest, ties to even)."""
     exact = np.asarray(numbers, dtype=np.float32)
     if dtype == "float32":
@@ -51,7 +53,7 @@ def encode(numbers: ArrayLike, dtype: str) -> NDArray[np.float32] | NDArray[np.u
     return bits.astype(np.uint16)
 
 
-def decode(stored: NDArray[np.float32] | NDArray[np.uint16], dtype: str) -> Float64:
+def decode(stored: Stored, dtype: str) -> Float64:
     """The stored numbers, exactly, in float64."""
     narrow: NDArray[np.floating[Any]]
     if dtype == "float32":

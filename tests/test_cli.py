@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from tierloop.devices.errors import ConfigurationError, MediaError, OutOfMemory
 from tierloop.runtime.results import Comparison
+from tierloop.tools import comparing
 from tierloop.tools import demo as demo_tool
 from tierloop.tools.cli import exit_code, main
 from tierloop.tools.options import assignments, policy_options
@@ -37,7 +39,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)  # type: ignore[no-untyped-call]
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=len(alphabet),
@@ -241,7 +243,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown device of a platform": (("conformance", "demo", "--device", "gqu"), "'gpu'"),
     "an unknown level": (("conformance", "cpu", "--level", "memry"), "'memory'"),
     "neither a driver nor a platform": (("conformance", "dem"), "'demo'"),
-    "a drive that is not there": (("doctor", "--quick", "--path", "/no/such/drive"), "/no/such/drive"),
 }
 
 
@@ -252,7 +253,7 @@ def test_wrong_input_ends_with_2_and_says_what_is_allowed(
     monkeypatch.chdir(tmp_path)
     arguments, said = WRONG[what]
     if arguments[0] in ("run", "compare") and "--model" not in arguments:
-        arguments = (arguments[0], "--model", str(tiny_folder), *arguments[1:])
+        arguments = (arguments[0], "--model", str(tiny_folder), *SHORT, *arguments[1:])
     code, out, err = run_cli(*arguments)
     assert code == 2, err
     assert out == ""
@@ -360,28 +361,30 @@ def test_errors_have_their_exit_codes() -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_interrupted_leaves_nothing(
-    tiny_folder: Path, tmp_path: Path, number: signal.Signals, code: int
+    run_cli: RunCli,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    code: int,
 ) -> None:
-    arguments = ["run", "--model", str(tiny_folder), "--prompt-tokens", "400", "--tokens", "500"]
-    outputs = ["--trace", str(tmp_path / "trace.json"), "--report", str(tmp_path / "report.html")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tierloop.tools.cli", *arguments, *outputs],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    said = ""
-    deadline = time.monotonic() + 120
-    while "split-all" not in said and time.monotonic() < deadline and process.poll() is None:
-        said += process.stderr.readline()
-    process.send_signal(number)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, said + err
-    assert out == ""
+    @contextmanager
+    def interrupting() -> Iterator[Callable[[str, int, int], None]]:
+        def progress(stage: str, done: int, total: int) -> None:
+            if (stage, done) == ("split-all", 2):
+                os.kill(os.getpid(), number)
+
+        yield progress
+
+    monkeypatch.setattr(comparing, "progress", interrupting)
+    before = signal.getsignal(number)
+    outputs = ("--trace", tmp_path / "trace.json", "--report", tmp_path / "report.html")
+    ended, out, err = run_cli("run", "--model", tiny_folder, *SHORT, *outputs)
+    assert (ended, out) == (code, "")
     assert "interrupted" in err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before
 
 
 def test_list_names_what_other_commands_take(run_cli: RunCli) -> None:
@@ -418,6 +421,14 @@ def test_doctor_probes_a_drive_and_leaves_it_as_it_was(run_cli: RunCli, tmp_path
         d for d in json.loads(out)["devices"] if d["driver"] == "nvme"
     ).items()
     assert drive.read_bytes() == b"precious" * 1024
+
+
+@pytest.mark.parametrize("drive", ["/no/such/drive", "/tmp", "/dev/null"])
+def test_doctor_says_why_a_drive_cannot_be_used_and_ends_with_2(run_cli: RunCli, drive: str) -> None:
+    code, out, err = run_cli("doctor", "--quick", "--path", drive)
+    assert code == 2
+    assert drive in out
+    assert drive in err
 
 
 def test_conformance_reports_every_check(run_cli: RunCli) -> None:

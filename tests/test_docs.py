@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +17,48 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """(line, text) of each fenced block of a language."""
+def blocks(page: Path, language: str) -> list[tuple[int, str, str]]:
+    """(line, file name or nothing, text) of each fenced block of a language."""
     text = page.read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text[: match.start(1)].count("\n") + 1, match.group(1)) for match in found]
+    found = re.finditer(rf"^```{language}(?: file=(\S+))?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(2)].count("\n") + 1, match.group(1) or "", match.group(2)) for match in found]
 
 
 def run_blocks(page: Path) -> dict[str, Any]:
     """Run a page's Python blocks one after the other, as a reader would, with line numbers of the page."""
     names: dict[str, Any] = {"__name__": "example"}
-    for line, code in blocks(page, "python"):
-        exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
+    for line, file, code in blocks(page, "python"):
+        if not file:
+            exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
     return names
+
+
+def install(page: Path, folder: Path) -> None:
+    """Do what the page says: put its files into a folder, and install them with the entry points that it shows."""
+    points: list[str] = []
+    for language in ("python", "toml"):
+        for _, file, text in blocks(page, language):
+            if file:
+                (folder / file).write_text(text)
+            elif language == "toml":
+                for group, entries in tomllib.loads(text)["project"]["entry-points"].items():
+                    points += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    described = folder / "example-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("\n".join(points))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Install a page's example into the folder that is the current one, for the time of the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield lambda page: install(page, tmp_path)
+    for name in set(sys.modules) - before:
+        if (tmp_path / f"{name}.py").exists():
+            del sys.modules[name]
 
 
 @pytest.mark.slow
@@ -42,9 +74,31 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_example_of_the_readme_has_five_lines() -> None:
-    ((_, code),) = blocks(ROOT / "README.md", "python")
+    ((_, _, code),) = blocks(ROOT / "README.md", "python")
     statements = [line for line in code.splitlines() if line.strip() and not line.startswith(("import", "    "))]
     assert len(statements) <= 5
+
+
+def test_the_device_that_the_page_builds_passes_and_opens(
+    installed: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs" / "adding_a_device.md"
+    installed(page)
+    names = run_blocks(page)
+    assert names["report"].passed
+    assert not [result for result in names["report"].results if result.outcome == "failed"]
+    assert "emu:scratchpad" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:
+    page = ROOT / "docs" / "adding_a_policy.md"
+    installed(page)
+    names = run_blocks(page)
+    assert names["narrow"].refused is None
+    assert names["narrow"].text
+    assert names["wide"].error_vs_dense < names["narrow"].error_vs_dense
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -62,8 +116,6 @@ def test_every_command_and_option_is_documented() -> None:
         "for n, c in g.commands.items()}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    import json
-
     commands = json.loads(done.stdout)
     assert set(commands) == {"doctor", "list", "run", "compare", "demo", "bench", "conformance"}
     for command, options in commands.items():

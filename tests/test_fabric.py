@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.machines import duration, finish, open_machine
 
+from tests.machines import PROFILES, duration, finish, open_machine
 from tierloop.devices.commands import Copy, Launch, Read, Write
 from tierloop.devices.kernels.contract import Dense, Gather
 from tierloop.devices.platform import Platform
@@ -161,16 +161,14 @@ def test_kernels_share_the_engine_and_the_memory(machine: Platform) -> None:
 
 
 def test_a_weight_is_the_share_of_what_is_competed_for(tmp_path: Path) -> None:
-    from tests.machines import PROFILES
-
     heavy = PROFILES["gpu"].replace("[executors.d2h]\n", "[executors.d2h]\nweight = 3\n")
     with open_machine(tmp_path, profiles={"gpu": heavy}) as machine:
         gpu = machine.devices["emu:gpu"]
         source, target = region(machine, "dram"), region(machine, "gpu")
         light = gpu.submit(Copy(source.at(0, MB), target.at(0, MB)), 2)
-        favoured = gpu.submit(Copy(source.at(MB, MB), target.at(MB, MB)), 4)
-        # 3.75 and 1.25 bytes/ns until 266,667 ns, then the rest at 5 bytes/ns
-        assert finish(machine, favoured, light) == [266_667 + 800, 400_000 + 800]
+        favoured = gpu.submit(Copy(source.at(MB, 750_000), target.at(MB, 750_000)), 4)
+        # 3.75 and 1.25 bytes/ns for 200,000 ns, then the other 750,000 bytes at 5 bytes/ns
+        assert finish(machine, favoured, light) == [200_000 + 800, 350_000 + 800]
 
 
 def test_estimates_are_what_happens_if_nothing_else_comes(machine: Platform) -> None:

@@ -13,6 +13,7 @@ from tests.fake_system import FakeSystem
 from tests.nvme_rig import MIB, Rig, bytes_of, host_memory, on_fake, on_file, spans
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
+from tierloop.devices.drivers import worker
 from tierloop.devices.errors import (
     Busy,
     Cancelled,
@@ -152,12 +153,12 @@ def test_host_spans_of_a_copy_may_end_inside_a_block(rig: Rig) -> None:
 
 def test_host_mapped_memory_is_read_and_written_without_the_medium(rig: Rig) -> None:
     device, dram = rig.open(reaches=["dram"]), host_memory(8192)
-    here, data = Segment(dram, spans((4096, 1000), (7, 96))), bytes_of(18, 1096)
+    here, data = Segment(dram, spans((4096, 1000), (7, 64))), bytes_of(18, 1064)
     assert rig.run(Write(here, data)).media_nbytes == 0
     rig.run(Copy(dram.at(4096, 1000), dram.at(100, 1000)))
     rig.run(Flush(dram.all()))
-    into = np.empty(1096, dtype=np.uint8)
-    rig.run(Read(Segment(dram, spans((100, 1000), (7, 96))), into))
+    into = np.empty(1064, dtype=np.uint8)
+    rig.run(Read(Segment(dram, spans((100, 1000), (7, 64))), into))
     assert np.array_equal(into, data)
     assert device.counts.transfers == 0
 
@@ -181,7 +182,22 @@ def test_a_copy_within_the_device_counts_both_directions(rig: Rig) -> None:
     assert done.media_nbytes == 2 * MIB
 
 
-def test_a_copy_onto_itself_reads_everything_first(rig: Rig) -> None:
+def test_a_copy_passes_through_several_windows(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "WINDOW", 64 * 1024)
+    device, dram = rig.open(reaches=["dram"]), host_memory(700_000)
+    assert dram.view is not None
+    dram.view[:] = bytes_of(19, 700_000)
+    region = device.alloc(1 * MIB)
+    here = Segment(region, spans((512 * 1024, 200 * 1024), (0, 200 * 1024)))
+    rig.run(Copy(Segment(dram, spans((3, 300_001), (300_007, 109_599))), here))
+    expected = np.concatenate([dram.view[3:300_004], dram.view[300_007:409_606]])
+    assert np.array_equal(rig.read(here), expected)
+    rig.run(Copy(here, region.at(256 * 1024, 400 * 1024)))
+    assert np.array_equal(rig.read(region.at(256 * 1024, 400 * 1024)), expected)
+
+
+def test_a_copy_onto_itself_reads_everything_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "WINDOW", 64 * 1024)
     region = rig.device.alloc(1 * MIB)
     data = bytes_of(8, 1 * MIB)
     rig.write(region.all(), data)
@@ -394,11 +410,14 @@ def test_a_capacity_is_a_limit_and_freed_bytes_are_found_again(rig: Rig) -> None
     assert rig.device.offset_of(grown) == rig.device.offset_of(regions[1]) + 1 * MIB
 
 
-def test_allocated_space_is_reserved_and_given_back(fake: Rig) -> None:
-    region = fake.device.alloc(1 * MIB)
-    assert fake.fake.used_nbytes == 1 * MIB
-    fake.device.free(region)
-    assert fake.fake.used_nbytes == 0
+@pytest.mark.parametrize("zero_range", [True, False])
+def test_allocated_space_is_reserved_and_given_back(zero_range: bool) -> None:
+    rig = on_fake(FakeSystem(zero_range=zero_range))
+    region = rig.device.alloc(1 * MIB)
+    assert rig.fake.used_nbytes == 1 * MIB
+    rig.device.free(region)
+    assert rig.fake.used_nbytes == 0
+    rig.close()
 
 
 def test_adopting_takes_only_what_is_free_and_inside(rig: Rig) -> None:

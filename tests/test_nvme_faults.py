@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 from tests.fake_system import FakeSystem
 from tests.nvme_rig import MIB, Rig, bytes_of, on_fake
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write
-from tierloop.devices.drivers.engines import LARGEST_TRANSFER
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, PosixEngine, Target
+from tierloop.devices.drivers.pieces import contiguous
+from tierloop.devices.drivers.uring import UringEngine
 from tierloop.devices.errors import (
     Busy,
     Cancelled,
@@ -273,6 +277,23 @@ def test_closing_does_not_wait_for_a_device_that_hangs(rig: Rig, region: Region)
     with pytest.raises(Timeout):
         rig.device.close()
     assert completion.done
+
+
+@pytest.mark.parametrize("io", ["io_uring", "posix"])
+def test_a_transfer_that_is_told_to_stop_moves_nothing_more(io: str) -> None:
+    system = FakeSystem()
+    system.add("/medium", "file", bytes(1 * MIB))
+    fd, stop = system.open("/medium", os.O_RDWR), threading.Event()
+    target = Target("nvme0", system, fd, 512, 1, deadline_s=60, retries=8, stop=stop)
+    engine: Engine = UringEngine(target, 4) if io == "io_uring" else PosixEngine(target)
+    stop.set()
+    system.calls.clear()
+    into = buffer()
+    pieces = contiguous(np.array([[0, 4096], [8192, 4096]]), 0, into.__array_interface__["data"][0])
+    with pytest.raises(Gone, match="closed while the command ran"):
+        engine.transfer(pieces, write=False)
+    assert system.calls[READ_CALL[io]] == 0
+    engine.close()
 
 
 def test_a_hanging_allocation_times_out_and_its_bytes_are_not_given_to_another(rig: Rig) -> None:

@@ -93,10 +93,11 @@ class Asked:
 def compare_policies(asked: Asked, policies: Sequence[PolicyRequest], trace: TraceRecorder | None) -> Comparison:
     """Run the policies on what was asked for, with progress on stderr."""
     from tierloop.runtime.compare import compare, find_policy
+    from tierloop.runtime.policy import check_options
 
     asked.check()
     for policy in policies:
-        find_policy(policy.name)
+        check_options(find_policy(policy.name), policy.options)
     asked.open().close()  # a wrong platform is known before the model is loaded
     say(f"loading {asked.model}")
     model, workload = asked.load()

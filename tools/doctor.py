@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,6 +13,9 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
 from tierloop.tools.console import Results, results, say
 from tierloop.tools.table import amount
+
+if TYPE_CHECKING:
+    from tierloop.tools.inventory import Found
 
 WALL_PLATFORM = "demo-wall"
 
@@ -33,9 +36,11 @@ def doctor(
     from tierloop.tools.timing_floor import measure
 
     with results(as_json) as shown:
+        say("looking at devices")
         found = inventory(path or ())
         platforms = list_platforms()
-        say("looking at devices" if quick else "measuring this machine; close other programs for the best it can do")
+        if not quick:
+            say("measuring this machine; close other programs for the best it can do")
         floor = None if quick else measure()
         dilation = None if quick else smallest_dilations()
         shown.json(
@@ -49,8 +54,8 @@ def doctor(
                 "dilation": dilation or {},
             }
         )
-        devices = [(d.name, d.kind, d.provenance, _mark(d.usable), "; ".join(d.reasons)) for d in found]
-        shown.show(_table("devices", ("name", "kind", "provenance", "usable", "why"), devices))
+        devices = [(d.name, d.kind, d.provenance, _mark(d.usable), _remarks(d)) for d in found]
+        shown.show(_table("devices", ("name", "kind", "provenance", "usable", "remarks"), devices))
         machines = [(p.name, p.clock, _mark(not p.reasons), p.description or "; ".join(p.reasons)) for p in platforms]
         shown.show(_table("platforms", ("name", "clock", "usable", "about"), machines))
         if floor is not None and dilation is not None:
@@ -95,6 +100,12 @@ def _show_floor(shown: Results, floor: dict[str, int], dilation: dict[str, Any])
             ],
         )
     )
+
+
+def _remarks(device: Found) -> str:
+    guesses = len(device.guesses)
+    assumed = [f"{guesses} of its constants {'are' if guesses > 1 else 'is'} assumed"] if guesses else []
+    return "; ".join([*device.reasons, *assumed])
 
 
 def _mark(usable: bool) -> str:

@@ -23,7 +23,10 @@ PROBE_NBYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Found:
-    """A device that a platform file can name. `reasons` says why it is not usable, or not as good as it might be."""
+    """A device that a platform file can name. `reasons` says why it is not usable, or not as good as it might be.
+
+    `guesses` are constants of an emulated one that are assumed or unknown: results that rest on them are extrapolated.
+    """
 
     name: str
     kind: str
@@ -31,10 +34,11 @@ class Found:
     usable: bool
     reasons: tuple[str, ...] = ()
     driver: str = ""
+    guesses: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self), "reasons": list(self.reasons)}
+        return {**asdict(self), "reasons": list(self.reasons), "guesses": list(self.guesses)}
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def profiles() -> list[KnownProfile]:
 
 
 def inventory(paths: Iterable[Path] = (), block_devices: Path = Path("/sys/block")) -> list[Found]:
-    """Every device that a platform file could name here; `paths` are files or block devices to probe as drives."""
+    """Every device that a platform file could name here, real ones first; `paths` are drives to probe."""
     found: list[Found] = []
     for driver in list_devices():
         if not driver.usable:
@@ -70,11 +74,12 @@ def inventory(paths: Iterable[Path] = (), block_devices: Path = Path("/sys/block
             found += _drives(list(paths), block_devices)
         elif driver.name == "emulated":
             found += [
-                Found(f"emu:{p.name}", p.kind, "emulated", not p.reasons, p.reasons, "emulated") for p in profiles()
+                Found(f"emu:{p.name}", p.kind, "emulated", not p.reasons, p.reasons, "emulated", p.guesses)
+                for p in profiles()
             ]
         else:
             found.append(_opened(driver))
-    return found
+    return sorted(found, key=lambda device: device.provenance == "emulated")
 
 
 def _opened(driver: Discovered) -> Found:

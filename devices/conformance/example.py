@@ -2,7 +2,8 @@
 
 Start from a copy of it for a device of your own; the suite's tests break it in many ways to see that the suite notices.
 One memory, one executor. A command takes `delay_ns` and 1 ns per byte. Its effects are there when it has ended, not
-before. Kernels are parts: functions from the bytes of each read operand to the bytes of each write operand.
+before. Kernels are parts: functions from the operands of a launch to the bytes of its results; those that define what
+the kernels mean (kernels/definition.py) do for a start.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
 from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo, Path
 from tierloop.devices.kernels.contract import DTYPES, KernelArgs, flops
+from tierloop.devices.kernels.definition import Given
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 
 Bytes = NDArray[np.uint8]
-Kernel = Callable[[KernelArgs, list[Bytes]], list[Bytes]]
+Kernel = Callable[[KernelArgs, list[Given], list[int]], list[Bytes]]
+"""Arguments, the read operands, and the bytes of each write operand → the bytes to write."""
 
 
 class Example:
@@ -57,7 +60,7 @@ class Example:
                     depth=depth,
                 ),
             ),
-            arithmetic=Arithmetic("numpy", accumulator="float32") if self._kernels else None,
+            arithmetic=Arithmetic("numpy", accumulator="float64", exp="float64") if self._kernels else None,
         )
         self._site = site
         self._delay_ns = delay_ns
@@ -135,11 +138,12 @@ class Example:
         elif isinstance(command, Copy):
             self._store((command.target,), self._load((command.source,)))
         elif isinstance(command, Launch):
-            reads = [self._load(operand) for operand in command.reads]
-            results = self._kernels[command.args.kernel](command.args, reads)
+            reads = [Given(self._load(operand), _sizes(operand)) for operand in command.reads]
+            nbytes = [int(_sizes(operand).sum()) for operand in command.writes]
+            results = self._kernels[command.args.kernel](command.args, reads, nbytes)
             for operand, data in zip(command.writes, results, strict=True):
                 self._store(operand, data)
-            completion.flops = flops(command.args, [r.nbytes for r in reads])
+            completion.flops = flops(command.args, [read.bytes.nbytes for read in reads])
         self._queues.finish(completion)
 
     def _load(self, operand: Operand) -> Bytes:
@@ -168,3 +172,8 @@ class Example:
     def _open(self, op: str) -> None:
         if self._closed:
             raise Gone(self._info.name, op, "the device is closed")
+
+
+def _sizes(operand: Operand) -> NDArray[np.int64]:
+    """Bytes of each span of an operand, in order."""
+    return np.concatenate([*(spans.array[:, 1] for _, spans in operand), np.empty(0, dtype=np.int64)])

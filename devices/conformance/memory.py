@@ -27,7 +27,9 @@ def check_fresh_memory_is_zero(subject: Subject) -> None:
     for memory in subject.memories():
         for round_number in range(3):
             region = subject.alloc(subject.room(memory), memory)
-            _same(subject.read(region.all()), np.zeros(region.nbytes, np.uint8), f"region {round_number} of {memory.name}")
+            _same(
+                subject.read(region.all()), np.zeros(region.nbytes, np.uint8), f"region {round_number} of {memory.name}"
+            )
             subject.write(region.all(), subject.bytes(region.nbytes))
             subject.platform.free(region)
 
@@ -256,21 +258,34 @@ def check_a_freed_region_is_refused(subject: Subject) -> None:
 
 
 def check_a_foreign_region_is_refused(subject: Subject) -> None:
-    """A region that the device did not make, of a platform that is gone or of another device, is out of range."""
+    """A region that somebody else made, also under the same name and number, is out of range."""
     for memory in subject.memories():
-        lane = subject.lane(memory.name)
         nbytes = subject.room(memory)
         mine = subject.alloc(nbytes, memory)
-        stale = Region(subject.info.name, memory.name, mine.id + 1_000_003, nbytes)
-        elsewhere = Region("another device", "another memory", mine.id, nbytes)
-        for what, region in (("a region of an earlier life", stale), ("a region of another device", elsewhere)):
-            with refused(f"freeing {what}", OutOfRange):
-                subject.device.free(region)
-            with refused(f"reading {what}", OutOfRange, Unsupported):
-                lane.submit(Read(region.all(), np.empty(nbytes, dtype=np.uint8)))
-            with refused(f"writing {what}", OutOfRange, Unsupported):
-                lane.submit(Write(region.all(), subject.bytes(nbytes)))
+        data = subject.bytes(nbytes)
+        subject.write(mine.all(), data)
+        _refuse(subject, memory, Region("another device", "another memory", mine.id, nbytes), "another device's region")
+        _refuse(subject, memory, Region(mine.device, mine.memory, mine.id, nbytes), "a region that nobody allocated")
+        _same(subject.read(mine.all()), data, f"{memory.name} after foreign regions were refused")
     subject.works()
+
+
+def check_a_region_of_an_earlier_life_is_refused(subject: Subject) -> None:
+    """A region from before the device was closed and opened again is out of range, whatever its number is now."""
+    earlier = [subject.alloc(subject.room(memory), memory) for memory in subject.memories()]
+    subject.close()
+    again = subject.opened_again()
+    try:
+        for memory, stale in zip(again.memories(), earlier, strict=True):
+            mine = again.alloc(stale.nbytes, memory)
+            data = again.bytes(mine.nbytes)
+            again.write(mine.all(), data)
+            _refuse(again, memory, stale, "a region of an earlier life")
+            _same(again.read(mine.all()), data, f"{memory.name} after a region of an earlier life was refused")
+    except BaseException:
+        again.abandon()
+        raise
+    again.close()
 
 
 def check_spans_outside_a_region_are_refused(subject: Subject) -> None:
@@ -373,6 +388,14 @@ def check_only_host_memory_has_a_view(subject: Subject) -> None:
         subject.write(region.all(), data)
         expect(region.view.shape == (region.nbytes,), f"the view has shape {region.view.shape}")
         _same(region.view, data, f"the view of a region of {memory.name}")
+
+
+def _refuse(subject: Subject, memory: MemoryInfo, region: Region, what: str) -> None:
+    with refused(f"freeing {what}", OutOfRange):
+        subject.device.free(region)
+    for command in _commands(region, memory)[:2]:
+        with refused(f"{type(command).__name__} of {what}", OutOfRange, Unsupported):
+            subject.lane(memory.name).submit(command)
 
 
 def _commands(region: Region, memory: MemoryInfo) -> list[Command]:

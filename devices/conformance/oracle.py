@@ -11,8 +11,8 @@ of at most
     β = exp(2·max_j ds_j) − 1 + (2·split_tokens + 8·partials + 16)·u
 
 of Σ p_j and Σ p_j|v_j|. It is an a-priori rounding analysis without tuned constants; what float32 kernels really do is
-within 6 % of it. A wire that rounds states adds its own rounding. Below the smallest normal number of float32 anything
-may be flushed to zero.
+within 6 % of it. To this comes the rounding of the result to float32 or, for states, to the wire. Below the smallest
+normal number of float32 anything may be flushed to zero.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
 ROUNDOFF = {"float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+RESULT = ROUNDOFF["float32"]
 TINY = 2.0**-126
 
 
@@ -37,7 +38,7 @@ def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
     if dtype == "float32":
         return flat.view(np.uint8)
     if dtype == "float16":
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             return flat.astype(np.float16).view(np.uint8)
     bits = flat.view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -49,7 +50,8 @@ def decode(stored: NDArray[np.uint8], dtype: str) -> Float64:
     """Bytes of `dtype` as the numbers that they are."""
     if dtype == "bfloat16":
         return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return stored.view(np.float32 if dtype == "float32" else np.float16).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return stored.view(np.float32 if dtype == "float32" else np.float16).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,7 @@ class Rows:
     @staticmethod
     def of(runs: Int64, lengths: Int64) -> Rows:
         """Runs int64 (n, 3) and their numbers of rows (n,)."""
-        begin = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-        within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(begin, lengths)
+        within = np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         each = np.repeat(runs, lengths, axis=0)
         return Rows(each[:, 0], each[:, 1], each[:, 2] + within)
 
@@ -79,14 +80,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class States:
-    """Attention states of r roots: m and l are (r, q_len, group), acc is (r, q_len, group, head_dim_v).
+    """Attention states of r roots: m and total (the l of a state) are (r, q_len, group), acc has head_dim_v besides.
 
-    `m_error` bounds the error of m; `relative` that of l, and that of acc as a share of `weight` = Σ p|v|, both after
-    rescaling to the same m.
+    `m_error` bounds the error of m; `relative` that of the total, and that of acc as a share of `weight` = Σ p|v|, both
+    after rescaling to the same m.
     """
 
     m: Float64
-    l: Float64
+    total: Float64
     acc: Float64
     m_error: Float64
     relative: Float64
@@ -107,13 +108,11 @@ def logits(
         counts = q_positions[sequence] >= rows.position[j]
         value[j, counts] = scale * (q[counts] @ keys[j])
         error[j, counts] = (d + 2) * u * abs(scale) * (np.abs(q[counts]) @ np.abs(keys[j]))
-        error[j, counts] += 2 * u * np.abs(value[j, counts]) + TINY
+        error[j, counts] += (2 * u + RESULT) * np.abs(value[j, counts]) + TINY
     return Expected(value, error)
 
 
-def states(
-    s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens: int, arithmetic: Arithmetic
-) -> States:
+def states(s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens: int, arithmetic: Arithmetic) -> States:
     """Logits (rows, q_len, group) × values (rows, d_v) → the states of the roots, int64 (r, 4)."""
     u = _unit(arithmetic)
     _, q_len, group = s.value.shape
@@ -139,17 +138,17 @@ def states(
                 logit, off, v = logit[some], off[some], values[mine][some]
                 m = logit.max()
                 p = np.exp(logit - m)
-                made.m[i, t, g], made.l[i, t, g], made.acc[i, t, g] = m, p.sum(), p @ v
-                made.m_error[i, t, g] = off.max() + 4 * u * abs(m)
+                made.m[i, t, g], made.total[i, t, g], made.acc[i, t, g] = m, p.sum(), p @ v
+                made.m_error[i, t, g] = off.max() + (4 * u + ROUNDOFF[arithmetic.wire]) * abs(m)
                 ds = float((off + 2 * u * (m - logit)).max())
                 steps = (2 * split_tokens + 8 * partials + 16) * u
-                made.relative[i, t, g] = np.expm1(2 * min(ds, 300.0)) + steps + _wire(arithmetic) * (1 + abs(m))
+                made.relative[i, t, g] = np.expm1(2 * min(ds, 300.0)) + steps + ROUNDOFF[arithmetic.wire] * (1 + abs(m))
                 made.weight[i, t, g] = p @ np.abs(v) + TINY * (1 + np.abs(v).sum(axis=0)) / u
     return made
 
 
 def merged(given: Float64, roots: Int64, shape: tuple[int, int, int, int, int], arithmetic: Arithmetic) -> Expected:
-    """States (r, q_len, group, 2 + d_v) → attention output (S, q_len, H·group, d_v); shape is S, q_len, H, group, d_v."""
+    """States (r, q_len, group, 2 + d_v) → output (S, q_len, H·group, d_v); `shape` is S, q_len, H, group, d_v."""
     u = _unit(arithmetic)
     num_sequences, q_len, num_kv_heads, group, d_v = shape
     value = np.zeros((num_sequences, q_len, num_kv_heads * group, d_v))
@@ -169,7 +168,7 @@ def merged(given: Float64, roots: Int64, shape: tuple[int, int, int, int, int], 
                     at = (sequence, t, head * group + g)
                     value[at] = weight @ state[:, 2:] / total
                     share = np.expm1(min(4 * u * float(far.max()), 300.0)) + (8 * len(state) + 16) * u
-                    error[at] = share * (weight @ np.abs(state[:, 2:])) / total + TINY
+                    error[at] = share * (weight @ np.abs(state[:, 2:])) / total + RESULT * np.abs(value[at]) + TINY
     return Expected(value, error)
 
 
@@ -183,14 +182,12 @@ def scores(
     for j in range(n):
         head = int(rows.kv_head[j])
         q = queries[int(rows.sequence[j]), 0, head * group : (head + 1) * group]
-        if summary == "mean":
-            products = q * summaries[j]
-        else:
-            products = np.maximum(q * summaries[j, 0], q * summaries[j, 1])
+        bounds = summaries[j] if summary == "minmax" else [summaries[j]]
+        products = np.max([q * bound for bound in bounds], axis=0)
         each, size = products.sum(axis=1), np.abs(products).sum(axis=1)
         value[j] = each.max() if reduce == "max" else each.sum()
         error[j] = (d + 2) * u * size.max() if reduce == "max" else (d + group + 2) * u * size.sum()
-        error[j] += TINY
+        error[j] += RESULT * abs(value[j]) + TINY
     return Expected(value, error)
 
 
@@ -201,14 +198,12 @@ def topk(given: NDArray[np.float32], lengths: Int64, k: int) -> Int64:
     for i, length in enumerate(lengths.tolist()):
         listed = given[at : at + length].tolist()
         at += length
-        best = sorted(range(length), key=lambda j: (listed[j] != listed[j], 0.0 if listed[j] != listed[j] else -listed[j], j))
+        best = sorted(
+            range(length), key=lambda j: (listed[j] != listed[j], 0.0 if listed[j] != listed[j] else -listed[j], j)
+        )
         chosen[i, : min(k, length)] = best[:k]
     return chosen
 
 
 def _unit(arithmetic: Arithmetic) -> float:
     return max(ROUNDOFF[arithmetic.accumulator], ROUNDOFF[arithmetic.exp])
-
-
-def _wire(arithmetic: Arithmetic) -> float:
-    return ROUNDOFF[arithmetic.wire] if arithmetic.wire == "float16" else 0.0

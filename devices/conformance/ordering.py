@@ -136,9 +136,7 @@ def check_a_command_waits_for_everything_that_it_names(subject: Subject) -> None
     memory = subject.memory()
     lane, region = subject.lane(memory.name), _filled(subject, memory, 1)
     gates = [subject.gate() for _ in range(3)]
-    held = lane.submit(
-        Read(region.all(), _buffer(region)), after=[gates[0].completion, *(g.completion for g in gates)]
-    )
+    held = lane.submit(Read(region.all(), _buffer(region)), after=[gates[0].completion, *(g.completion for g in gates)])
     for gate in gates:
         subject.pass_time()
         expect(not held.done, "a command ended before all that it comes after")
@@ -187,7 +185,11 @@ def check_a_missing_dependency_is_visible(subject: Subject) -> None:
         raise Skip("a real device may show an unordered write or not")
     memory = subject.memory()
     writer, reader = subject.two_queues(memory.name)
-    limits = [1 << 22, memory.capacity // 4, *([writer.executor.largest_transfer] if writer.executor.largest_transfer else [])]
+    limits = [
+        1 << 22,
+        memory.capacity // 4,
+        *([writer.executor.largest_transfer] if writer.executor.largest_transfer else []),
+    ]
     nbytes = min(limits) // memory.alignment * memory.alignment
     region = subject.alloc(nbytes, memory)
     subject.write(region.all(), np.full(nbytes, 1, dtype=np.uint8), writer)
@@ -225,7 +227,9 @@ def check_a_failure_cancels_what_comes_after(subject: Subject) -> None:
         _looked(completion)
     expect((buffer == 0xA5).all(), "a cancelled read filled its buffer")
     expect((subject.read(region.all()) == 1).all(), "a cancelled write was carried out")
-    expect((subject.read(other.all()) == 4).all(), "a command that had nothing to do with a failure was not carried out")
+    expect(
+        (subject.read(other.all()) == 4).all(), "a command that had nothing to do with a failure was not carried out"
+    )
     subject.works()
 
 

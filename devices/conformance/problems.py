@@ -56,7 +56,7 @@ def shapes(dtypes: frozenset[str]) -> list[Shape]:
 
 @dataclass
 class Problem:
-    """Queries, rows and where they belong. Keys and values are bytes of `dtype`, row after row in the order of the runs.
+    """Queries, rows and where they belong; keys and values are bytes of `dtype`, row after row in the order of runs.
 
     queries float32 (S, q_len, H·group, d); runs int64 (n, 3), lengths int64 (n,); q_positions int64 (S, q_len).
     """

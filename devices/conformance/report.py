@@ -46,7 +46,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: device, kind, provenance, passed, counts per outcome, and the results as objects."""
-        counts = {outcome: 0 for outcome in ("passed", "failed", "skipped")}
+        counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
         for result in self.results:
             counts[result.outcome] += 1
         return {

@@ -103,12 +103,17 @@ class Subject:
         self.clock = self.site.clock
         self.info = self.device.info
         self.rng = np.random.default_rng(seed)
+        self._arguments = (opener, virtual, device, seed)
         self._ended: set[Completion] = set()
         self.site.observers.append(self._ended.add)
 
     def close(self) -> None:
         """Close the platform; raises what the device does."""
         self.platform.close()
+
+    def opened_again(self) -> Subject:
+        """The same device on another site; what it raises if it can only be opened once is for the caller."""
+        return Subject(*self._arguments)
 
     def abandon(self) -> None:
         """Close after a check that did not pass: what that raises is a consequence, not a finding."""
@@ -243,7 +248,7 @@ class Subject:
     def cut(self, nbytes: int, grid: int, pieces: int = 13) -> Spans:
         """All of [0, nbytes) in odd pieces on the grid, out of order."""
         units = nbytes // grid
-        inner = np.sort(self.rng.choice(np.arange(1, units), min(pieces, units) - 1, replace=False)) if units > 1 else []
+        inner = np.sort(self.rng.permutation(np.arange(1, units))[: pieces - 1])
         edges = np.concatenate([[0], inner, [units]]).astype(np.int64) * grid
         rows = np.stack([edges[:-1], np.diff(edges)], axis=1)
         return Spans(self.rng.permutation(rows))
@@ -254,7 +259,9 @@ class Subject:
         region = self.alloc(self.room(memory), memory)
         data = self.bytes(region.nbytes)
         self.write(region.all(), data)
-        expect(np.array_equal(self.read(region.all()), data), "after an error the device no longer keeps what is written")
+        expect(
+            np.array_equal(self.read(region.all()), data), "after an error the device no longer keeps what is written"
+        )
         self.platform.free(region)
 
     def gate(self) -> Gate:

@@ -57,8 +57,6 @@ def _machine(self: Suite) -> None:
 
 
 for _level in LEVELS:
-    if _level == "stateful":
-        setattr(Suite, f"test_{_level}_{MACHINE}", _machine)
-    else:
-        for _name, _check in checks_of(_level):
-            setattr(Suite, f"test_{_level}_{_name}", _method(_level, _check))
+    for _name, _check in checks_of(_level):
+        setattr(Suite, f"test_{_level}_{_name}", _method(_level, _check))
+setattr(Suite, f"test_stateful_{MACHINE}", _machine)

@@ -157,8 +157,7 @@ class Worker:
             own, host = (source, target) if source.medium else (target, source)
             pieces = joined(paired(own.segment.spans.array, own.base, host.segment.spans.array, host.base))
             if on_grid(pieces, self._target.grid):
-                ordered = overlapping(command.target.spans.array)
-                engine.transfer(split(pieces, LARGEST_TRANSFER), write=target.medium, ordered=ordered)
+                engine.transfer(split(pieces, LARGEST_TRANSFER), write=target.medium)
                 return
         elif not source.medium:
             spans, others = source.segment.spans.array, target.segment.spans.array
@@ -192,8 +191,7 @@ class Worker:
                 mine = pieces[low:high].copy()
                 mine[:, 1] += address - start
                 if side.medium:
-                    ordered = not into_window and overlapping(side.segment.spans.array)
-                    engine.transfer(split(joined(mine), LARGEST_TRANSFER), not into_window, ordered)
+                    engine.transfer(split(joined(mine), LARGEST_TRANSFER), write=not into_window)
                 else:
                     _move_within_host(mine, to_address=into_window)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierloop.devices.commands import Operand
 from tierloop.devices.kernels.contract import ITEMSIZE, Attend
 from tierloop.devices.kernels.operands import BytesOf, Operands
-from tierloop.devices.kernels.plan import Rows, positions_of
+from tierloop.devices.kernels.plan import Rows, check_sizes, positions_of
 from tierloop.devices.kernels.roots import states_of_roots
 
 
@@ -13,6 +13,7 @@ def attend(
     args: Attend, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
 ) -> None:
     """Carry out the kernel. Raises ValueError where runs, spans, roots or positions do not fit each other."""
+    check_sizes(group=args.group, q_len=args.q_len, head_dim=args.head_dim, head_dim_v=args.head_dim_v)
     operands = Operands(bytes_of)
     item = ITEMSIZE[args.dtype]
     keys, values = operands.rows(reads[1]), operands.rows(reads[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierloop.devices.commands import Operand
 from tierloop.devices.kernels.contract import ITEMSIZE, Combine
 from tierloop.devices.kernels.operands import BytesOf, Operands
-from tierloop.devices.kernels.plan import Rows
+from tierloop.devices.kernels.plan import Rows, check_sizes
 from tierloop.devices.kernels.roots import states_of_roots
 
 
@@ -13,6 +13,7 @@ def combine(
     args: Combine, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
 ) -> None:
     """Carry out the kernel. Raises ValueError where runs, spans or roots do not fit each other."""
+    check_sizes(group=args.group, q_len=args.q_len, head_dim_v=args.head_dim_v)
     operands = Operands(bytes_of)
     values = operands.rows(reads[1])
     rows = Rows(args.runs, values[1], args.head_dim_v * ITEMSIZE[args.dtype])

@@ -12,7 +12,7 @@ from tierloop.devices.kernels.compiled import FLOAT, INT64, INTS, TABLE, address
 from tierloop.devices.kernels.contract import ITEMSIZE, Logits
 from tierloop.devices.kernels.lanes import CODES, ITEM
 from tierloop.devices.kernels.operands import BytesOf, Operands
-from tierloop.devices.kernels.plan import Rows, positions_of
+from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to, positions_of
 from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.products import DOTS
 
@@ -50,7 +50,7 @@ def _work_on_rows(
         if row >= total:
             break
         high = min(row + share_rows, total)
-        run = np.searchsorted(first_row, row, side="right") - 1
+        run = how_many_up_to(first_row, first_row.shape[0], row) - 1
         while row < high:
             while first_row[run + 1] <= row:
                 run += 1
@@ -80,6 +80,7 @@ def logits(
     args: Logits, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
 ) -> None:
     """Carry out the kernel. Raises ValueError where runs, spans or positions do not fit each other."""
+    check_sizes(group=args.group, q_len=args.q_len, head_dim=args.head_dim)
     operands = Operands(bytes_of)
     key_base, key_spans = operands.rows(reads[1])
     rows = Rows(args.runs, key_spans, args.head_dim * ITEMSIZE[args.dtype], args.num_sequences, args.num_kv_heads)

@@ -10,6 +10,7 @@ from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, address_
 from tierloop.devices.kernels.contract import Merge
 from tierloop.devices.kernels.merging import MERGE, fold, put_output
 from tierloop.devices.kernels.operands import BytesOf, Operands
+from tierloop.devices.kernels.plan import check_sizes
 
 _OUT_OF_ORDER = 2
 _FAULTS = ("", "root {0} is no tree node of a sequence and KV head", "", "root {0} lies inside another, or holds one")
@@ -34,21 +35,22 @@ def _merge_all(
     nbytes = rows * (dim + 2) * 4
     places, splits = np.empty(order.shape[0], np.int64), np.empty(order.shape[0], np.int64)
     for i in range(order.shape[0]):
-        root = roots[order[i]]
-        if not (0 <= root[0] < num_sequences and 0 <= root[1] < num_kv_heads and 0 <= root[2] < 63):
-            return 1, order[i]
-        if not 0 <= root[3] < (1 << (62 - root[2])):
-            return 1, order[i]
-        places[i], splits[i] = states + order[i] * nbytes, root[3] << root[2]
+        root = order[i]
+        sequence, kv_head, level, index = roots[root, 0], roots[root, 1], roots[root, 2], roots[root, 3]
+        if not (0 <= sequence < num_sequences and 0 <= kv_head < num_kv_heads and 0 <= level < 63):
+            return 1, root
+        if not 0 <= index < (1 << (62 - level)):
+            return 1, root
+        places[i], splits[i] = states + root * nbytes, index << level
         if i:
-            before = roots[order[i - 1]]
-            if before[0] > root[0] or (before[0] == root[0] and before[1] > root[1]):
-                return 2, order[i]
-            if before[0] == root[0] and before[1] == root[1]:
+            before = order[i - 1]
+            if roots[before, 0] > sequence or (roots[before, 0] == sequence and roots[before, 1] > kv_head):
+                return 2, root
+            if roots[before, 0] == sequence and roots[before, 1] == kv_head:
                 if splits[i - 1] > splits[i]:
-                    return 2, order[i]
-                if (before[3] + 1) << before[2] > splits[i]:
-                    return 3, order[i]
+                    return 2, root
+                if (roots[before, 3] + 1) << roots[before, 2] > splits[i]:
+                    return 3, root
     for i in range(num_sequences * num_kv_heads * rows * dim):
         store_float(output + 4 * i, 0.0)
     first = 0
@@ -73,6 +75,7 @@ def merge(
     args: Merge, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
 ) -> None:
     """Carry out the kernel. Raises ValueError if a root is no tree node or lies inside another."""
+    check_sizes(group=args.group, q_len=args.q_len, head_dim_v=args.head_dim_v)
     roots = np.ascontiguousarray(args.roots, dtype=np.int64)
     if roots.ndim != 2 or roots.shape[1] != 4:
         raise ValueError(f"roots need shape (r, 4), got {roots.shape}")

@@ -39,6 +39,19 @@ _FAULTS = (
 )
 
 
+@kernel(INT64, INTS, INT64, INT64)
+def how_many_up_to(sorted_numbers: Int64, n: int, x: int) -> int:
+    """How many of the first n numbers, ascending, are at most x."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if sorted_numbers[middle] <= x:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 @kernel(PAIR, TABLE, TABLE, INT64, TABLE, INT64, INT64, INT64, _MUTABLE)
 def _number_rows(
     runs: Int64,
@@ -220,6 +233,13 @@ class Rows:
             # The roots may come in any order; their rows may not.
             order = np.lexsort((roots[:, 3] << np.clip(roots[:, 2], 0, 62), roots[:, 1], roots[:, 0]))
         raise ValueError(_FAULTS[fault].format(where))
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError unless every size is at least 1 (the product of two negative ones would pass for a size)."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}; allowed: at least 1")
 
 
 def positions_of(args: Attend | Logits) -> Int64:

@@ -144,9 +144,23 @@ _BOUNDS = (WORD, WORD, WORD, WORD, WORD, WORD, WORD)
 
 @inline(types.void, *_DOTS, literals=4)
 def _dots(
-    context: Any, builder: Any, dtype: int, group: int, steps: int, passes: int, queries: Any, query_stride: Any, rows: Any, n: Any, dim: Any,
-    out: Any, out_stride: Any, scale: Any, ahead: Any, ahead_nbytes: Any,
-) -> None:  # fmt: skip
+    context: Any,
+    builder: Any,
+    dtype: int,
+    group: int,
+    steps: int,
+    passes: int,
+    queries: Any,
+    query_stride: Any,
+    rows: Any,
+    n: Any,
+    dim: Any,
+    out: Any,
+    out_stride: Any,
+    scale: Any,
+    ahead: Any,
+    ahead_nbytes: Any,
+) -> None:
     q = [at(builder, queries, builder.mul(query_stride, int64(g))) for g in range(group)]
     outs = [at(builder, out, builder.mul(out_stride, int64(g))) for g in range(group)]
 

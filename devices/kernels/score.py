@@ -17,7 +17,7 @@ from tierloop.devices.kernels.contract import Score
 from tierloop.devices.kernels.lanes import FLOAT32
 from tierloop.devices.kernels.merging import larger
 from tierloop.devices.kernels.operands import BytesOf, Operands
-from tierloop.devices.kernels.plan import Rows
+from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.products import BOUNDS, DOTS
 
@@ -54,7 +54,7 @@ def _work_on_rows(
         if row >= total:
             break
         high = min(row + share_rows, total)
-        run = np.searchsorted(first_row, row, side="right") - 1
+        run = how_many_up_to(first_row, first_row.shape[0], row) - 1
         while row < high:
             while first_row[run + 1] <= row:
                 run += 1
@@ -93,6 +93,7 @@ def score(
     """Carry out the kernel. Raises ValueError where runs and spans do not fit each other."""
     if args.summary not in ("mean", "minmax") or args.reduce not in ("max", "sum"):
         raise ValueError(f"summary {args.summary!r}, reduce {args.reduce!r}: known are mean, minmax and max, sum")
+    check_sizes(group=args.group, head_dim=args.head_dim)
     operands = Operands(bytes_of)
     base, spans = operands.rows(reads[1])
     nbytes = args.head_dim * 4 * (2 if args.summary == "minmax" else 1)

@@ -28,7 +28,7 @@ from tierloop.devices.kernels.compiled import (
 )
 from tierloop.devices.kernels.lanes import ITEM
 from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
-from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT
+from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT, how_many_up_to
 from tierloop.devices.kernels.products import TILE
 from tierloop.devices.kernels.softmax import call_softmax, call_weigh
 
@@ -218,8 +218,8 @@ def work_on_pieces(
         if low == high:
             put_identity(out, all_queries, head_dim_v)
             continue
-        first_run = np.searchsorted(first_row, low, side="right") - 1
-        last_run = np.searchsorted(first_row, high - 1, side="right") - 1
+        first_run = how_many_up_to(first_row, first_row.shape[0], low) - 1
+        last_run = how_many_up_to(first_row, first_row.shape[0], high - 1) - 1
         first_split = (runs[first_run, 2] + low - first_row[first_run]) // split_tokens
         last_split = (runs[last_run, 2] + high - 1 - first_row[last_run]) // split_tokens
         needed = (meeting_level(first_split, last_split) + 1) * block * (head_dim_v + 2)
@@ -245,7 +245,7 @@ def work_on_pieces(
                     if given_logits == 0:
                         seen = q_positions[sequence, (q + i) // group]
                         if positions[n - 1] > seen:
-                            visible[i] = np.searchsorted(positions[:n], seen, side="right")
+                            visible[i] = how_many_up_to(positions, n, seen)
                     any_visible = max(any_visible, visible[i])
                 if any_visible:
                     if given_logits == 0:

@@ -1,0 +1,86 @@
+"""One small launch of every kernel, and a way to have any device carry them out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.attention_case import Case, bytes_of, region, whole
+from tierloop.devices.clocks import Clock
+from tierloop.devices.commands import Launch, Operand
+from tierloop.devices.device import Device
+from tierloop.devices.kernels import contract
+from tierloop.devices.kernels.contract import DType
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.spans import Spans
+from tierloop.devices.waiting import read_bytes, wait, write_bytes
+
+RESULTS: dict[str, type[np.generic]] = {"topk": np.int64, "append": np.uint8}
+"""What the numbers are that a kernel writes, where they are not float32."""
+
+
+def room(nbytes: int) -> Operand:
+    """An operand to write into."""
+    return whole(np.zeros(nbytes, dtype=np.uint8))
+
+
+def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
+    """A launch of each kernel on arrays of the test, with several regions and cuts among them."""
+    case = Case(dtype, num_sequences=2, num_kv_heads=2, group=3, q_len=2, head_dim=24, head_dim_v=20, tokens=30)
+    random = np.random.default_rng(1)
+    rows = case.all_rows()
+    place, roots = case.layout(rows, "paged"), case.roots_of(rows)
+    states, logits = case.states(place, roots), case.logits(place)
+    scores = random.normal(size=12).astype(np.float32)
+    summaries = region(random.normal(size=(8, 2, 24)).astype(np.float32))
+    two_each = Segment(summaries, Spans([(384 * i, 384) for i in range(4)]))
+    one_each = np.array([(s, h, 0) for s in range(2) for h in range(2)], dtype=np.int64)
+    new = [region(random.normal(size=16).astype(np.float32)) for _ in range(2)]
+    item = contract.ITEMSIZE[dtype]
+    open_blocks = Segment(region(np.zeros(100, dtype=np.uint8)), Spans([(0, 8 * item), (32, 0), (60, 8 * item)]))
+
+    def twice(reads: list[NDArray[np.uint8]], writes: list[NDArray[np.uint8]]) -> None:
+        writes[0].view(np.float32)[:] = 2 * reads[0].view(np.float32)
+
+    logit_args = contract.Logits(dtype, 2, 2, 3, 2, 24, case.scale, place.runs, case.q_positions)
+    combine_args = contract.Combine(dtype, 3, 2, 20, case.split_tokens, place.runs, roots)
+    queries = whole(case.queries)
+    attend = Launch(case.attend_args(place.runs, roots), (queries, place.keys, place.values), (room(states.nbytes),))
+    launches = [
+        attend,
+        Launch(logit_args, (queries, place.keys), (room(logits.nbytes),)),
+        Launch(combine_args, (whole(logits), place.values), (room(states.nbytes),)),
+        Launch(contract.Merge(2, 2, 3, 2, 20, roots), (whole(states),), (room(4 * 480),)),
+        Launch(
+            contract.Score(2, 2, 3, 24, "minmax", "max", one_each),
+            (whole(np.ascontiguousarray(case.queries[:, :1])), (two_each,)),
+            (room(4 * 8),),
+        ),
+        Launch(contract.Topk(4, np.array([3, 9], dtype=np.int64)), (whole(scores),), (room(8 * 8),)),
+        Launch(contract.Gather(), ((new[0].all(), new[1].at(0, 32)),), (room(96),)),
+        Launch(contract.Append(dtype), ((new[0].all(),),), ((open_blocks,),)),
+        Launch(contract.Dense("twice", 12, 0, 96, twice), (whole(scores),), (room(48),)),
+    ]
+    return {one.args.kernel: one for one in launches}
+
+
+def carry_out(clock: Clock, device: Device, launch: Launch) -> list[NDArray[np.uint8]]:
+    """Put a launch's regions on a device, run it there, and read what it wrote: one array for each write operand."""
+    there: dict[int, Region] = {}
+
+    def moved(operand: Operand) -> Operand:
+        segments = []
+        for one, spans in operand:
+            if one.id not in there:
+                there[one.id] = device.alloc(max(one.nbytes, 1))
+                if one.nbytes:
+                    write_bytes(clock, device, there[one.id].at(0, one.nbytes), bytes_of(one))
+            segments.append(Segment(there[one.id], spans))
+        return tuple(segments)
+
+    reads, writes = tuple(moved(o) for o in launch.reads), tuple(moved(o) for o in launch.writes)
+    wait(clock, device.submit(Launch(launch.args, reads, writes)))
+    results = [np.concatenate([read_bytes(clock, device, segment) for segment in operand]) for operand in writes]
+    for one in there.values():
+        device.free(one)
+    return results

@@ -184,6 +184,7 @@ def test_a_text_cannot_command_the_terminal() -> None:
 def test_remarks_name_notes_guesses_and_failures() -> None:
     lines = remarks(comparison(replace(ANSWERED, max_error=1.0, notes=("GPU memory raised",)), SPARSE))
     assert "split-all: GPU memory raised" in lines
+    assert "dilated" in remarks(comparison(replace(ANSWERED, notes=("dilated",)), replace(SPARSE, notes=("dilated",))))
     assert any("emu:cxl: latency" in line for line in lines)
     assert any(line.startswith("FAILED: split-all: error 1 is above its bound") for line in lines)
 

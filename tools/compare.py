@@ -23,7 +23,7 @@ def compare(
     prompt_tokens: options.PromptTokens = 4096,
     depth: options.Depth = 0.5,
     seed: options.Seed = 0,
-    tokens: options.NewTokens = 16,
+    tokens: options.NewTokens = 24,
     clock: options.ClockKind = None,
     dilation: options.Dilation = None,
     overrides: options.Overrides = None,

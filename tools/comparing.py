@@ -42,7 +42,7 @@ class Asked:
     prompt_tokens: int = 4096
     depth: float = 0.5
     seed: int = 0
-    tokens: int = 16
+    tokens: int = 24
     kv_dtype: str = "float32"
     oracle: bool = True
     cache: Path | None = None
@@ -162,7 +162,7 @@ def verdict(failures: Sequence[str], comparisons: Sequence[Comparison]) -> None:
         for failure in failures:
             say(f"FAILED: {failure}")
         raise typer.Exit(FAILED)
-    invalid = [f"{c.platform}: {r.policy}: {why}" for c in comparisons for r in c.policies for why in r.invalid]
+    invalid = [f"{c.platform}: {r.policy}: {r.invalid[0]}" for c in comparisons for r in c.policies if r.invalid]
     if invalid:
         for reason in invalid:
             say(f"INVALID: {reason}")

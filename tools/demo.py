@@ -40,7 +40,7 @@ def demo(
     model: options.ModelSource = "smollm2-135m",
     prompt_tokens: options.PromptTokens = 4096,
     seed: options.Seed = 0,
-    tokens: options.NewTokens = 16,
+    tokens: options.NewTokens = 24,
     wall_tokens: Annotated[int, typer.Option("--wall-tokens", min=1, help="Tokens on the wall-clock platforms.")] = 4,
     cache: options.Cache = None,
     as_json: options.AsJson = False,

@@ -15,14 +15,14 @@ from jinja2 import Environment, StrictUndefined
 
 from tierloop.runtime.results import Comparison
 from tierloop.tools.plots import plots
-from tierloop.tools.table import USE, agreement, provenance, rate, remarks, use_rows
+from tierloop.tools.table import USE, agreement, answered, provenance, rate, remarks, use_rows
 
 
 def report(title: str, subtitle: str, comparisons: Sequence[Comparison], failures: Sequence[str]) -> str:
     """The HTML text. `failures` are all checks that failed; invalid runs are found in the comparisons."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("tierloop.tools").joinpath("report.html.jinja").read_text("utf-8"))
-    invalid = [f"{c.platform}, {r.policy}: {why}" for c in comparisons for r in c.policies for why in r.invalid]
+    invalid = [f"{c.platform}, {r.policy}: {r.invalid[0]}" for c in comparisons for r in c.policies if r.invalid]
     sections = [_section(comparison) for comparison in comparisons]
     return template.render(title=title, subtitle=subtitle, failures=list(failures), invalid=invalid, sections=sections)
 
@@ -32,6 +32,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
         {
             "result": result,
             "elsewhere": result.platform not in ("", comparison.platform),
+            "answered": answered(comparison, result),
             "agreement": agreement(comparison, result),
             "differs": result.exact and not result.equal_to_dense,
             "beyond": not result.max_error <= result.error_bound,

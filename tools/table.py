@@ -22,7 +22,10 @@ def title(comparison: Comparison) -> str:
 def policies_table(comparison: Comparison) -> Table:
     """One row per policy: text, agreement with dense, error against its bound, and speed with how it is known."""
     table = Table(title=Text(title(comparison)), title_justify="left", header_style="bold")
-    for heading in ("policy", "text", "tokens = dense", "largest error (bound)", "error vs dense"):
+    headings = ["policy", "text", "tokens = dense", "largest error (bound)", "error vs dense"]
+    if comparison.answer:
+        headings.insert(2, "answered")
+    for heading in headings:
         table.add_column(heading)
     table.add_column("tokens/s", justify="right")
     table.add_column("provenance")
@@ -36,6 +39,7 @@ def policies_table(comparison: Comparison) -> Table:
             table,
             name,
             _shortened(result.text),
+            *answered(comparison, result),
             agreement(comparison, result),
             f"{result.max_error:.2e} ({result.error_bound:.2e})",
             f"{result.error_vs_dense:.2e}",
@@ -80,10 +84,14 @@ def use_table(comparison: Comparison) -> Table:
 
 def remarks(comparison: Comparison) -> list[str]:
     """What a reader must know beside the numbers: notes, guesses, and why a run is invalid or a check failed."""
-    lines = []
-    for result in comparison.policies:
-        lines += [f"{result.policy}: {note}" for note in result.notes]
-        lines += [f"{result.policy}: INVALID: {reason}" for reason in result.invalid]
+    ran = [result for result in comparison.policies if result.refused is None]
+    shared = [note for note in (ran[0].notes if ran else ()) if all(note in result.notes for result in ran)]
+    lines = list(shared)
+    for result in ran:
+        lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
+        if result.invalid:
+            more = f" (and {len(result.invalid) - 1} more)" if len(result.invalid) > 1 else ""
+            lines.append(f"{result.policy}: INVALID: {result.invalid[0]}{more}")
     guesses = dict.fromkeys(guess for result in comparison.policies for guess in result.guesses)
     if guesses:
         lines.append(f"rests on {len(guesses)} assumed constants: " + "; ".join(guesses))
@@ -99,6 +107,11 @@ def agreement(comparison: Comparison, result: PolicyResult) -> str:
     first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     place = f"first {first}" if first is not None else f"{len(result.tokens)} of {len(comparison.dense_tokens)}"
     return place if not result.exact else f"NO: {place}"
+
+
+def answered(comparison: Comparison, result: PolicyResult) -> list[str]:
+    """Whether the text holds the answer, for prompts that have one: no cell or one."""
+    return ["yes" if result.answered else "no"] if comparison.answer else []
 
 
 def provenance(result: PolicyResult) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tierloop.devices.registry import entry
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -32,6 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from tierloop.devices.kernels.contract import DType
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
+from tierloop.devices.registry import entry
 from tierloop.runtime.blocks import BlockTable, KVShape
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.policy import Batch, Policy, Request, make

@@ -13,7 +13,7 @@ to the queue of an executor and may name regions on any memory that this executo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,10 +78,11 @@ class Device(Protocol):
         """Release everything. Raises the first error that nobody looked at."""
 
 
-def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
+def check(info: DeviceInfo, command: Command, queue: int, live: Container[Region] | None = None) -> Traffic:
     """Check a command against what a device says of itself; the first thing that every `submit` does.
 
-    Returns the command's traffic. Raises OutOfRange, Misaligned or Unsupported.
+    With `live`, every region has to be one of these, or mapped by the host (`Region.view`). Returns the command's
+    traffic. Raises OutOfRange, Misaligned or Unsupported.
     """
     executor = info.executor_of(queue)
     op = verb(command)
@@ -93,28 +94,30 @@ def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
         raise Unsupported(info.name, op, f"executor {executor.name} offers {sorted(executor.verbs | executor.kernels)}")
     traffic = Traffic()
     if isinstance(command, Launch):
-        reads = [_check_operand(info, executor, op, operand, traffic, traffic.read) for operand in command.reads]
-        writes = [_check_operand(info, executor, op, operand, traffic, traffic.written) for operand in command.writes]
+        reads = [_check_operand(info, executor, op, operand, traffic, traffic.read, live) for operand in command.reads]
+        writes = [
+            _check_operand(info, executor, op, operand, traffic, traffic.written, live) for operand in command.writes
+        ]
         wrong = contract.check(command.args, reads, writes)
         if wrong:
             raise OutOfRange(info.name, op, wrong)
         _check_dtype(info, executor, command, op)
         return traffic
     if isinstance(command, Copy):
-        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read)
-        _, room = _check_operand(info, executor, op, (command.target,), traffic, traffic.written)
+        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read, live)
+        _, room = _check_operand(info, executor, op, (command.target,), traffic, traffic.written, live)
         if nbytes != room:
             raise OutOfRange(info.name, op, f"{nbytes} bytes do not fit {room} bytes")
     elif isinstance(command, Read):
-        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read)
+        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read, live)
         _check_buffer(info, command.into, nbytes, op)
         if not command.into.flags.writeable:
             raise OutOfRange(info.name, op, "the buffer to read into is read-only")
     elif isinstance(command, Write):
-        _, nbytes = _check_operand(info, executor, op, (command.target,), traffic, traffic.written)
+        _, nbytes = _check_operand(info, executor, op, (command.target,), traffic, traffic.written, live)
         _check_buffer(info, command.data, nbytes, op)
     else:
-        _check_operand(info, executor, op, (command.target,), Traffic(), {})
+        _check_operand(info, executor, op, (command.target,), Traffic(), {}, live)
         return traffic
     if executor.largest_transfer and nbytes > executor.largest_transfer:
         raise OutOfRange(info.name, op, f"{nbytes} bytes in one command; at most {executor.largest_transfer}")
@@ -122,7 +125,13 @@ def check(info: DeviceInfo, command: Command, queue: int) -> Traffic:
 
 
 def _check_operand(
-    info: DeviceInfo, executor: ExecutorInfo, op: str, operand: Operand, traffic: Traffic, count: dict[str, int]
+    info: DeviceInfo,
+    executor: ExecutorInfo,
+    op: str,
+    operand: Operand,
+    traffic: Traffic,
+    count: dict[str, int],
+    live: Container[Region] | None,
 ) -> tuple[int, int]:
     """Check segments and add their bytes to `count`, by memory; returns the number of spans and bytes."""
     num_spans = nbytes = 0
@@ -137,6 +146,8 @@ def _check_operand(
                 reach = sorted(p.memory for p in executor.paths)
                 raise Unsupported(info.name, op, f"executor {executor.name} does not reach {memory}; it has {reach}")
             count[memory] = 0
+        if live is not None and region not in live and region.view is None:
+            raise OutOfRange(info.name, op, f"{region} is none that {memory} has now, and not mapped by the host")
         if region.phantom:
             traffic.phantom = True
         count[memory] += spans.nbytes

@@ -22,7 +22,7 @@ Tables of the including file win, key by key, over those of the included one; a 
 replaces that device as a whole, since options belong to a driver. `overrides` (dotted keys) win over both and can only
 change what the file has. Everything is checked here but the drivers' own options: unknown keys and names, types,
 ranges, includes that go in a circle, routes whose links do not exist or do not join up. All errors are
-ConfigurationError and name the file, the key and what is allowed.
+ConfigurationError and name the file (the included one, if the key is from there), the key and what is allowed.
 """
 
 from __future__ import annotations
@@ -109,14 +109,17 @@ def read_platform(path: Path, find: Find, overrides: Mapping[str, Any] | None = 
 
     Raises ConfigurationError.
     """
-    values = _merged(path, find, ())
+    origins: dict[str, str] = {}
+    values = _merged(path, find, (), origins)
     for key, value in (overrides or {}).items():
         _override(values, str(path), key, value)
+        origins[key] = f"{path} with the override {key}"
     changed = tuple(f"{key} = {value!r}" for key, value in (overrides or {}).items())
-    return _checked(Table(values, str(path)), path, changed)
+    return _checked(Table(values, str(path), origins=origins), path, changed)
 
 
-def _merged(path: Path, find: Find, trail: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(path: Path, find: Find, trail: tuple[Path, ...], origins: dict[str, str]) -> dict[str, Any]:
+    """The tables of a file on top of those that it includes; `origins` notes which file set a key last."""
     path = path.resolve()
     if path in trail:
         circle = " → ".join(p.name for p in (*trail[trail.index(path) :], path))
@@ -129,20 +132,29 @@ def _merged(path: Path, find: Find, trail: tuple[Path, ...]) -> dict[str, Any]:
             included = beside if beside.exists() else find(name)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: include: {error}") from error
-        _merge(base, _merged(included, find, (*trail, path)))
+        _merge(base, _merged(included, find, (*trail, path), origins), "", {})
     values.pop("include", None)
-    _merge(base, values)
+    _merge(base, values, str(path), origins)
     return base
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any], depth: tuple[str, ...] = ()) -> None:
+def _merge(
+    base: dict[str, Any], over: Mapping[str, Any], place: str, origins: dict[str, str], depth: tuple[str, ...] = ()
+) -> None:
     for key, value in over.items():
         mine = base.get(key)
         replaced = depth == ("devices",) and isinstance(value, Mapping) and "driver" in value
         if isinstance(mine, dict) and isinstance(value, Mapping) and not replaced:
-            _merge(mine, value, (*depth, key))
+            _merge(mine, value, place, origins, (*depth, key))
         else:
             base[key] = copy.deepcopy(value)
+            _note(origins, ".".join((*depth, key)), value, place)
+
+
+def _note(origins: dict[str, str], key: str, value: Any, place: str) -> None:
+    origins[key] = place
+    for inner in value if isinstance(value, Mapping) else ():
+        _note(origins, f"{key}.{inner}", value[inner], place)
 
 
 def _override(values: dict[str, Any], place: str, key: str, value: Any) -> None:

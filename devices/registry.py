@@ -1,7 +1,9 @@
 """The registry: the one place where names become objects. Platforms, drivers and policies are found by entry points.
 
 Groups: `tierloop.devices`, factories `(name, site, options) -> Device`; `tierloop.platforms`, packages whose folder
-holds platform files (*.toml); `tierloop.policies`, classes. What must hold:
+holds platform files (*.toml); `tierloop.policies`, classes. A factory is given the options of its table in the file, as
+they stand there, and `reaches`, if the file has routes for it, as {full name of the memory: hops}; one that makes
+emulated devices is given `folder` as well, where relative paths begin. What must hold:
 
 - Discovered is not enabled: a driver is opened only when a platform file names it, and nothing is tried instead.
 - Two distributions that offer one name are an error that names both; a module that is missing is an error that says
@@ -172,22 +174,22 @@ def _open(
             undo.callback(device.close)
             devices[names[name]] = device
         memories = set()
-        for name, full in names.items():
-            info = _blamed(file, name, lambda full=full: devices[full].info)  # type: ignore[misc]  # mypy and defaults
-            if info.name != full or (info.provenance == "emulated") != full.startswith("emu:"):
+        for name in sorted(names, key=lambda name: name != file.host):  # the host's memory first: others need it
+            info = _blamed(file, name, lambda full=names[name]: devices[full].info)  # type: ignore[misc]  # late binding
+            if info.name != names[name] or (info.provenance == "emulated") != names[name].startswith("emu:"):
                 raise _error(
                     file,
                     name,
-                    f"the driver {file.devices[name].driver} opened {info.name!r} ({info.provenance}) as {full!r}; "
-                    "emulated devices, and no others, have names that begin with 'emu:'",
+                    f"the driver {file.devices[name].driver} opened {info.name!r} ({info.provenance}) as "
+                    f"{names[name]!r}; emulated devices, and no others, have names that begin with 'emu:'",
                 )
             memories |= {memory.name for memory in info.memories}
+            if name == file.host and names[name] not in memories:
+                raise ConfigurationError(f"{file.folder / file.name}.toml: host: {name} has no memory of that name")
         for name, device_entry in file.devices.items():
             for target in device_entry.reaches:
                 if names[target] not in memories:
                     raise _error(file, name, f"reaches.{target}: {target} has no memory of that name")
-        if file.host in names and names[file.host] not in memories:
-            raise ConfigurationError(f"{file.folder / file.name}.toml: host: {file.host} has no memory of that name")
         platform = Platform(file.name, site, devices, names.get(file.host, ""), sigma, notes)
         undo.pop_all()
     return platform
@@ -195,8 +197,9 @@ def _open(
 
 def _make(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict[str, str], site: Site) -> Device:
     options = dict(device.options)
-    if device.reaches or _is_emulated(factory):
+    if device.reaches:
         options["reaches"] = {names[target]: route for target, route in device.reaches.items()}
+    if _is_emulated(factory):
         options["folder"] = str(file.folder)
     made: Device = _blamed(file, device.name, lambda: factory(names[device.name], site, options))
     return made
@@ -290,7 +293,7 @@ def _smallest(file: PlatformFile, factories: dict[str, Factory], names: dict[str
                 device = _make(file, device_entry, factories[name], names, site)
                 undo.callback(device.close)
                 devices.append((name, device))
-        infos = [_blamed(file, name, lambda device=device: device.info) for name, device in devices]  # type: ignore[misc]
+        infos = [_blamed(file, name, lambda device=device: device.info) for name, device in devices]  # type: ignore[misc]  # late binding
     return smallest_dilation(infos, speed), max(infos, key=lambda info: demands(info, speed)).name
 
 

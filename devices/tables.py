@@ -39,18 +39,27 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 class Table:
-    """One table, and where it stands: `place` is a file or a driver, `prefix` the key of the table in it."""
+    """One table, and where it stands: `place` is a file or a driver, `prefix` the key of the table in it.
 
-    def __init__(self, values: Mapping[str, Any], place: str, prefix: str = "") -> None:
+    Where tables of several files were put together, `origins` maps dotted keys to the file to blame instead.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], place: str, prefix: str = "", origins: Mapping[str, str] | None = None
+    ) -> None:
         self.values = values
         self.place = place
         self.prefix = prefix
+        self._origins = origins or {}
         self._asked: dict[str, None] = {}
 
     def error(self, key: str, problem: str) -> ConfigurationError:
         """The error for a key of this table; raise it."""
-        full = ".".join(part for part in (self.prefix, key) if part)
-        return ConfigurationError(f"{self.place}: {full}: {problem}" if full else f"{self.place}: {problem}")
+        full = known = ".".join(part for part in (self.prefix, key) if part)
+        while known and known not in self._origins:
+            known = known.rpartition(".")[0]
+        place = self._origins.get(known, self.place)
+        return ConfigurationError(f"{place}: {full}: {problem}" if full else f"{place}: {problem}")
 
     def has(self, key: str) -> bool:
         """Whether the key is there; asking makes it a known key."""
@@ -109,7 +118,7 @@ class Table:
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, f"{value!r} given; allowed: a table")
-        return Table(value, self.place, ".".join(part for part in (self.prefix, key) if part))
+        return Table(value, self.place, ".".join(part for part in (self.prefix, key) if part), self._origins)
 
     def tables(self, key: str) -> dict[str, Table]:
         """A table of named tables, such as [devices.NAME]; names are letters, digits, '_', '.' and '-'."""

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tierloop.devices.commands import Command, Launch, Traffic, segments, verb
+from tierloop.devices.commands import Command, Launch, Traffic, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
@@ -200,22 +200,12 @@ class EmulatedDevice:
         info = self._info
         if info is None:
             info = self.info
-        traffic = check(info, command, queue)
-        live = self._fabric.regions
-        for region, _ in segments(command):
-            if region not in live:
-                self._check_foreign(region, verb(command))
+        traffic = check(info, command, queue, self._fabric.regions)
         for memory, grid in self._grids.items():
             check_alignment(info, command, memory, grid)
         if self._has_sram:
             self._check_sram(command)
         return traffic
-
-    def _check_foreign(self, region: Region, op: str) -> None:
-        if region.memory in self._fabric.media:
-            raise OutOfRange(self._name, op, f"{region} is not a region that {region.memory} has now")
-        if region.view is None:
-            raise Unsupported(self._name, op, f"{region} is on a real device and not mapped by the host")
 
     def _check_sram(self, command: Command) -> None:
         if isinstance(command, Launch) and isinstance(self.firmware, PnmModel):

@@ -168,11 +168,14 @@ class Flows:
                 line[:] = [other for other in line if other.finish > now]
                 alone = alone and not line
             line.append(flow)
-        if alone:
+        if not alone:
+            self._share(flow, now)
+        elif cap == FAR:  # the same as below, without the calls: most commands come here
+            flow.rate, flow.rate_per = route.alone, route.alone_s
+            flow.finish = now - (-flow.left * route.alone_s // route.alone)
+        else:
             flow.run_alone()
             flow.finish = flow.end()
-        else:
-            self._share(flow, now)
         return flow
 
     def advance(self, now: int) -> None:

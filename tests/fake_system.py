@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.fake_uring import FakeRing
-from tierloop.devices.drivers import uring
+from tierloop.devices.drivers import ring
 from tierloop.devices.system import (
     PUNCH_HOLE,
     RESERVE,
@@ -79,8 +79,8 @@ class FakeSystem:
         zero_range: bool = True,
         punch_hole: bool = True,
         uring_errno: int = 0,
-        features: int = uring.FEATURE_SINGLE_MMAP | uring.FEATURE_EXT_ARG,
-        known_setup_flags: int = uring.SINGLE_ISSUER | uring.DEFER_TASKRUN,
+        features: int = ring.FEATURE_SINGLE_MMAP | ring.FEATURE_EXT_ARG,
+        known_setup_flags: int = ring.SINGLE_ISSUER | ring.DEFER_TASKRUN,
         statx: tuple[int, int] | None = None,
         seed: int = 0,
     ) -> None:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from tierloop.devices.drivers import uring
+from tierloop.devices.drivers import ring
 
 
 class Held(Protocol):
@@ -40,7 +40,8 @@ class FakeRing:
         self._thread = threading.get_ident()
         self._hanging: dict[int, bool] = {}
         self._done: list[tuple[int, int]] = []
-        self._order = _COMPLETIONS + 2 * uring.COMPLETION.size * self.entries
+        self._late: list[tuple[int, int]] = []
+        self._order = _COMPLETIONS + 2 * ring.COMPLETION.size * self.entries
         params[0], params[1], params[5] = self.entries, 2 * self.entries, features
         for i, at in enumerate((_SQ_HEAD, _SQ_TAIL, 8, 12, 16, 20, self._order)):
             params[10 + i] = at
@@ -65,22 +66,24 @@ class FakeRing:
         """io_uring_enter. Never waits: if what is asked for is not there, the time is up at once."""
         if threading.get_ident() != self._thread:
             raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
-        words = self.maps[uring.RINGS_OFFSET]
+        words = self.maps[ring.RINGS_OFFSET]
         head, ready = self._word(_SQ_HEAD), (self._word(_SQ_TAIL) - self._word(_SQ_HEAD)) & 0xFFFFFFFF
         assert ready <= self.entries, "the submission queue was overrun"
         taken = min(to_submit, ready)
+        self._done += self._late
+        self._late.clear()
         indices = [self._word(self._order + 4 * ((head + i) & (self.entries - 1))) for i in range(taken)]
         shuffle.shuffle(indices)
         for index in indices:
-            at = index * uring.SUBMISSION.size
-            self._take(uring.SUBMISSION.unpack_from(self.maps[uring.ENTRIES_OFFSET], at), carry_out)
+            at = index * ring.SUBMISSION.size
+            self._take(ring.SUBMISSION.unpack_from(self.maps[ring.ENTRIES_OFFSET], at), carry_out)
         struct.pack_into("I", words, _SQ_HEAD, (head + taken) & 0xFFFFFFFF)
         shuffle.shuffle(self._done)
         for user_data, result in self._done:
             self._complete(user_data, result)
         self._done.clear()
         if (self._word(_CQ_TAIL) - self._word(_CQ_HEAD)) & 0xFFFFFFFF < min_complete:
-            assert flags & uring.EXT_ARG, "this wait has no timeout and nothing can end it"
+            assert flags & ring.EXT_ARG, "this wait has no timeout and nothing can end it"
             assert size == 24
             assert ctypes.c_uint64.from_address(argument + 16).value, "this wait has no timeout and nothing can end it"
             if not taken:  # as in Linux: a timeout is not reported by a call that has submitted something
@@ -89,15 +92,16 @@ class FakeRing:
 
     def _take(self, entry: tuple[int, ...], carry_out: CarryOut) -> None:
         opcode, _, _, fd, offset, address, nbytes, op_flags, user_data = entry
-        if opcode == uring.ASYNC_CANCEL:
+        if opcode == ring.ASYNC_CANCEL:
             if self._hanging.get(address):
                 del self._hanging[address]
-                self._done += [(address, -errno.ECANCELED), (user_data, 0)]
+                self._done.append((address, -errno.ECANCELED))
+                self._late.append((user_data, 0))  # a cancellation may be answered after what it has cancelled
             else:
                 self._done.append((user_data, -errno.EALREADY if address in self._hanging else -errno.ENOENT))
             return
-        op = {uring.READ: "read", uring.WRITE: "write", uring.FSYNC: "sync"}[opcode]
-        assert op != "sync" or op_flags == uring.DATASYNC
+        op = {ring.READ: "read", ring.WRITE: "write", ring.FSYNC: "sync"}[opcode]
+        assert op != "sync" or op_flags == ring.DATASYNC
         result = carry_out(op, fd, offset, address, nbytes)
         if isinstance(result, int):
             self._done.append((user_data, result))
@@ -108,9 +112,9 @@ class FakeRing:
     def _complete(self, user_data: int, result: int) -> None:
         tail = self._word(_CQ_TAIL)
         assert (tail - self._word(_CQ_HEAD)) & 0xFFFFFFFF < 2 * self.entries, "the completion queue overflows"
-        at = _COMPLETIONS + uring.COMPLETION.size * (tail & (2 * self.entries - 1))
-        uring.COMPLETION.pack_into(self.maps[uring.RINGS_OFFSET], at, user_data, result, 0)
-        struct.pack_into("I", self.maps[uring.RINGS_OFFSET], _CQ_TAIL, (tail + 1) & 0xFFFFFFFF)
+        at = _COMPLETIONS + ring.COMPLETION.size * (tail & (2 * self.entries - 1))
+        ring.COMPLETION.pack_into(self.maps[ring.RINGS_OFFSET], at, user_data, result, 0)
+        struct.pack_into("I", self.maps[ring.RINGS_OFFSET], _CQ_TAIL, (tail + 1) & 0xFFFFFFFF)
 
     def _word(self, offset: int) -> int:
-        return int(struct.unpack_from("I", self.maps[uring.RINGS_OFFSET], offset)[0])
+        return int(struct.unpack_from("I", self.maps[ring.RINGS_OFFSET], offset)[0])

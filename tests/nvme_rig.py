@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.fake_system import FakeSystem
 
+from tests.fake_system import FakeSystem
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Flush
 from tierloop.devices.completion import Completion
@@ -23,6 +23,8 @@ from tierloop.devices.system import HOST, System
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 
 MIB = 1 << 20
+SHORT_S = 0.5
+"""The deadline in tests of what hangs: long enough for a loaded machine to start a thread, short enough to wait for."""
 
 
 def bytes_of(seed: int, nbytes: int) -> NDArray[np.uint8]:
@@ -107,7 +109,7 @@ def on_file(tmp_path: Path, **options: Any) -> Rig:
 
 def on_fake(system: FakeSystem | None = None, **options: Any) -> Rig:
     """A rig on a file of an operating system in memory."""
-    defaults = {"capacity": 8 * MIB, "create": True, "queues": 2, "retries": 8, "deadline_s": 0.05}
+    defaults = {"capacity": 8 * MIB, "create": True, "queues": 2, "retries": 8}
     return Rig("/medium", {**defaults, **options}, system or FakeSystem())
 
 

@@ -447,6 +447,16 @@ def test_a_device_that_keeps_no_bytes_fails_its_conformance(run_cli: RunCli) -> 
     assert "FAILED: memory" in err
 
 
+@pytest.mark.slow
+def test_bench_gives_figures_with_their_limits(run_cli: RunCli, tiny_folder: Path) -> None:
+    code, out, err = run_cli("bench", "--model", tiny_folder, *SHORT, "--json")
+    assert code == 0, err
+    figures = json.loads(out)["figures"]
+    assert all(figure["value"] > 0 and figure["unit"] for figure in figures)
+    assert [figure["name"] for figure in figures if "decode step" in figure["name"]]
+    assert any(figure["limit"] for figure in figures)
+
+
 def test_the_demo_leaves_its_files_and_fails_if_the_fact_is_not_answered(
     run_cli: RunCli, tiny_folder: Path, tmp_path: Path
 ) -> None:

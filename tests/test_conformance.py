@@ -1,4 +1,4 @@
-"""The conformance suite: our devices pass it, and every way to break one is noticed by the check that is meant for it."""
+"""The conformance suite: our devices pass it, and each way to break one is noticed by the check meant for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierloop.devices.commands import Command, Copy, Operand, Read, Write
+from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import LEVELS, Report, Result, Skip, Suite, oracle, run
 from tierloop.devices.conformance.example import Bytes, Example, Kernel
@@ -31,7 +31,8 @@ from tierloop.devices.registry import entry, open_platform
 from tierloop.devices.site import Site
 
 DEFINED: dict[str, Kernel] = dict.fromkeys(KERNELS, define)
-DEMO = ("gpu", "dram", "numa", "cxl", "nvme", "pnm")
+DEMO = ("emu:gpu", "emu:dram", "emu:numa", "emu:cxl", "emu:nvme", "emu:pnm")
+REAL = ("cpu", "nvme")
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "conformance.md"
 
 
@@ -42,8 +43,6 @@ def opened(name: str, folder: Path, site: Site) -> Device | Platform:
     """A device of ours by name; those of the platform demo come with all others of it."""
     if name in DEMO:
         return open_platform("demo")
-    if name == "example":
-        return Example(site, capacity=8 << 20, kernels=DEFINED)
     if name == "example on a grid":
         return Example(site, capacity=8 << 20, alignment=512)
     options: dict[str, dict[str, Any]] = {
@@ -57,34 +56,27 @@ def opened(name: str, folder: Path, site: Site) -> Device | Platform:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["example", "example on a grid", "reference", "cpu", "nvme", *DEMO])
+@pytest.mark.parametrize("name", ["example on a grid", "reference", *REAL, *DEMO])
 def test_our_devices_pass(name: str, level: str, tmp_path: Path) -> None:
     report = run(
         partial(opened, name, tmp_path),
         [level],
-        virtual=name not in ("cpu", "nvme"),
-        device=f"emu:{name}" if name in DEMO else None,
+        virtual=name not in REAL,
+        device=name if name in DEMO else None,
         examples=12,
     )
     assert not report.failed, str(report)
+    skipped = {r.check for r in report.results if r.outcome == "skipped"}
+    if level == "compute" and name in ("cpu", "emu:gpu", "emu:dram"):
+        assert skipped <= {"operands_may_lie_in_several_memories"}, str(report)
+    if level in ("memory", "ordering", "errors"):
+        assert len(skipped) <= 4, str(report)
 
 
 @pytest.mark.parametrize("level", ["memory", "ordering", "errors", "stateful"])
 def test_an_emulated_device_passes_on_the_wall_clock_too(level: str) -> None:
     report = run(lambda site: Example(site, delay_ns=20_000), [level], examples=12)
     assert report.passed, str(report)
-
-
-@pytest.mark.parametrize("name", ["cpu", "gpu", "dram"])
-def test_devices_that_offer_every_kernel_skip_none(name: str, tmp_path: Path) -> None:
-    report = run(
-        partial(opened, name, tmp_path),
-        ["compute"],
-        virtual=name != "cpu",
-        device=f"emu:{name}" if name in DEMO else None,
-        only=[n for n, _ in checks_of("compute") if n not in ("attend_is_attention", "operands_may_lie_in_several_memories")],
-    )
-    assert {r.outcome for r in report.results} == {"passed"}, str(report)
 
 
 class TestTheSuiteInPytest(Suite):
@@ -131,6 +123,16 @@ class IgnoresAfter(Example):
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
         return super().submit(command, queue)
+
+
+class LaunchesAtSubmit(Example):
+    """Runs kernels when they are handed in."""
+
+    def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
+        completion = super().submit(command, queue, after)
+        if isinstance(command, Launch):
+            self._store(command.writes[0], self._load(command.reads[0]))
+        return completion
 
 
 class WaitsForTheFirstOnly(Example):
@@ -407,6 +409,8 @@ BROKEN: list[tuple[type[Example], str]] = [
     (IgnoresAfter, "a_failure_cancels_what_comes_after"),
     (IgnoresAfter, "a_long_chain_is_cancelled_whole"),
     (WaitsForTheFirstOnly, "a_command_waits_for_everything_that_it_names"),
+    (LaunchesAtSubmit, "launches_are_ordered_like_transfers"),
+    (IgnoresAfter, "launches_are_ordered_like_transfers"),
     (TakesBuffersAtSubmit, "a_host_buffer_passes_bytes_on"),
     (DoneWithinSubmit, "submit_takes_no_time"),
     (EndsInAnyOrder, "a_held_queue_does_not_hold_the_others"),
@@ -452,14 +456,19 @@ BROKEN: list[tuple[type[Example], str]] = [
 
 @pytest.mark.parametrize(("broken", "name"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_a_broken_device_is_failed_by_the_check_that_is_meant_for_it(broken: type[Example], name: str) -> None:
-    report = run(lambda site: broken(site), only=[name], virtual=not issubclass(broken, CallsItselfReal), examples=30)
+    kernels = {"gather": define} if name.startswith("launches") else None
+    opener = partial(broken, kernels=kernels)
+    report = run(opener, only=[name], virtual=broken is not CallsItselfReal, shrink=False)
     assert report.outcome(name) == "failed", str(report)
     assert report.results[0].reason
 
 
 def test_a_device_that_moves_nothing_is_failed_by_every_level_that_looks_at_bytes() -> None:
     report = run(
-        lambda site: entry("devices", "null")("emu:null", site, {}), ["memory", "ordering", "stateful"], virtual=True
+        lambda site: entry("devices", "null")("emu:null", site, {}),
+        ["memory", "ordering", "stateful"],
+        virtual=True,
+        shrink=False,
     )
     assert {r.level for r in report.failed} == {"memory", "ordering", "stateful"}
     assert report.outcome("every_byte_comes_back") == "failed"
@@ -584,7 +593,9 @@ WRONG_KERNELS: list[tuple[str, Kernel, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("kernel", "wrong", "name"), WRONG_KERNELS, ids=[f"{w.__name__}-{n}" for _, w, n in WRONG_KERNELS]  # type: ignore[attr-defined]
+    ("kernel", "wrong", "name"),
+    WRONG_KERNELS,
+    ids=[f"{w.__name__}-{n}" for _, w, n in WRONG_KERNELS],
 )
 def test_a_wrong_kernel_is_failed_by_the_check_that_is_meant_for_it(kernel: str, wrong: Kernel, name: str) -> None:
     kernels = {**DEFINED, kernel: wrong}
@@ -667,7 +678,10 @@ def test_skipping_everything_is_not_passing() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [({"levels": ["memroy"]}, "level 'memroy': did you mean 'memory'"), ({"only": ["every_byte"]}, "check 'every_byte'")],
+    [
+        ({"levels": ["memroy"]}, "level 'memroy': did you mean 'memory'"),
+        ({"only": ["every_byte"]}, "check 'every_byte'"),
+    ],
 )
 def test_unknown_levels_and_checks_are_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -713,7 +727,7 @@ def test_a_level_that_a_driver_leaves_out_is_skipped_with_the_reason() -> None:
         levels = ("identity",)
 
     with pytest.raises(Skip, match="level memory is left out by Unfinished"):
-        Unfinished().test_memory_fresh_memory_is_zero()  # type: ignore[attr-defined]  # made by a loop
+        vars(Suite)["test_memory_fresh_memory_is_zero"](Unfinished())
 
 
 def test_the_runner_needs_no_test_framework() -> None:
@@ -721,11 +735,13 @@ def test_the_runner_needs_no_test_framework() -> None:
         "import sys; sys.modules['pytest'] = None; sys.modules['hypothesis'] = None\n"
         "from tierloop.devices.conformance import run\n"
         "from tierloop.devices.conformance.example import Example\n"
-        "print(run(lambda site: Example(site), ['ordering', 'stateful'], virtual=True).to_dict()['counts'])"
+        "print(run(lambda site: Example(site), ['memory', 'stateful'], virtual=True))"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "'failed': 0, 'skipped': 1" in done.stdout
+    assert "passed  every byte comes back" in done.stdout
+    assert "failed" not in done.stdout
+    assert f"skipped {MACHINE.replace('_', ' ')}: Hypothesis is not installed" in done.stdout
 
 
 def test_the_suite_does_not_pass_for_want_of_asserts() -> None:
@@ -763,5 +779,3 @@ def test_the_documentation_names_every_level_and_every_check_that_it_names_exist
         assert f"`{level}`" in text
     quoted = set(re.findall(r"`([a-z]+(?:_[a-z]+){3,})`", text))
     assert quoted <= names | {"test_memory_fresh_memory_is_zero"}, quoted - names
-
-

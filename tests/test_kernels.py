@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,6 @@ def test_no_rows_at_all_give_identities() -> None:
         ({"roots": [(0, 0, 62, 1)]}, "root 0 is no tree node"),
         ({"split_tokens": 0}, "split_tokens is 0"),
         ({"split_tokens": -16}, "split_tokens is -16"),
-        ({"group": -1}, "group is -1; allowed: at least 1"),
-        ({"q_len": 0}, "q_len is 0"),
         ({"q_positions": [[1], [2]]}, "q_positions need shape"),
     ],
 )
@@ -209,10 +208,18 @@ def test_attend_refuses_what_does_not_fit(change: dict[str, Any], message: str) 
     }  # fmt: skip
     case.q_positions = np.array(given["q_positions"], dtype=np.int64)
     case.split_tokens = given["split_tokens"]
-    case.group, case.q_len = given.get("group", 1), given.get("q_len", 1)
     place = place._replace(runs=np.array(given["runs"], dtype=np.int64))
     with pytest.raises(ValueError, match=message):
         case.states(place, np.array(given["roots"], dtype=np.int64))
+
+
+@pytest.mark.parametrize("sizes", [{"group": -1, "q_len": -1}, {"q_len": 0}, {"head_dim_v": 0}, {"head_dim": -4}])
+def test_attend_refuses_sizes_below_one(sizes: dict[str, int]) -> None:
+    case = Case(tokens=4)
+    place, roots = case.layout(case.all_rows()), case.roots_of(case.all_rows())
+    args = replace(case.attend_args(place.runs, roots), **sizes)  # type: ignore[arg-type]  # only sizes
+    with pytest.raises(ValueError, match="allowed: at least 1"):
+        launch(args, [whole(case.queries), place.keys, place.values], 4 * 66)
 
 
 def test_attend_refuses_spans_that_are_no_whole_rows() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,17 +31,19 @@ from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait
 
+
+def least() -> FakeSystem:
+    """4 KiB blocks, an old kernel, a file system without fallocate."""
+    return FakeSystem(grid=4096, known_setup_flags=0, zero_range=False, punch_hole=False)
+
+
 WAYS: dict[str, Callable[[Path], Rig]] = {
     "file, best way": lambda tmp_path: on_file(tmp_path),
     "file, posix": lambda tmp_path: on_file(tmp_path, io="posix"),
     "file, buffered": lambda tmp_path: on_file(tmp_path, direct=False),
     "memory, io_uring": lambda _: on_fake(),
-    "memory, io_uring, depth 1": lambda _: on_fake(depth=1),
     "memory, posix": lambda _: on_fake(io="posix"),
-    "memory, 4 KiB blocks": lambda _: on_fake(FakeSystem(grid=4096)),
-    "memory, any address": lambda _: on_fake(FakeSystem(statx=(512, 512))),
-    "memory, no fallocate": lambda _: on_fake(FakeSystem(zero_range=False, punch_hole=False)),
-    "memory, old kernel": lambda _: on_fake(FakeSystem(known_setup_flags=0)),
+    "memory, the least that can be": lambda _: on_fake(least(), depth=1),
 }
 
 
@@ -469,6 +473,42 @@ def test_closing_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     rig.write(rig.device.alloc(4096).all(), bytes_of(16, 4096))
     rig.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+HOLDER = """
+import sys
+from tierloop.devices.clocks import WallClock
+from tierloop.devices.commands import Flush, Write
+from tierloop.devices.drivers.nvme import open_nvme
+from tierloop.devices.site import Site
+from tierloop.devices.waiting import wait, write_bytes
+site = Site(clock=WallClock())
+device = open_nvme("nvme0", site, {"path": sys.argv[1], "capacity": 1 << 20, "create": True})
+region = device.alloc(65536)
+write_bytes(site.clock, device, region.all(), b"k" * 65536)
+wait(site.clock, device.submit(Flush(region.all())))
+print(device.offset_of(region), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_leaves_flushed_bytes_and_no_lock(tmp_path: Path) -> None:
+    rig = on_file(tmp_path, capacity=1 * MIB)
+    command = [sys.executable, "-c", HOLDER, rig.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        where = int(holder.stdout.readline())
+        with pytest.raises(Busy, match="another owner"):
+            rig.open()
+        holder.kill()
+    region = rig.open().adopt(where, 65536)
+    assert rig.read(region.all()).tobytes() == b"k" * 65536
+    rig.close()
+
+
+def test_a_program_may_end_without_closing(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path / "medium")], input=b"", timeout=60, check=False)
+    assert ended.returncode == 0
 
 
 def test_info_describes_a_persistent_block_memory(rig: Rig) -> None:

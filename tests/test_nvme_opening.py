@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, Rig, bytes_of, on_fake, on_file
+from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, on_fake, on_file
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Read
 from tierloop.devices.drivers.nvme import open_nvme, probe
-from tierloop.devices.drivers.uring import FEATURE_SINGLE_MMAP
+from tierloop.devices.drivers.ring import FEATURE_SINGLE_MMAP
 from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
@@ -29,6 +29,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.site import Site
+from tierloop.devices.system import FileStatus
 
 
 @pytest.fixture
@@ -111,6 +112,33 @@ def test_a_file_system_without_locks_is_unsupported(system: FakeSystem) -> None:
     system.inject("lock", errno.ENOLCK)
     with pytest.raises(Unsupported, match="cannot be locked"):
         Rig("/medium", {}, system).open()
+
+
+class Swapping(FakeSystem):
+    """Puts another file in the place of the medium right after it was looked at, or opened for the first time."""
+
+    moment = ""
+
+    def stat(self, path: str) -> FileStatus:
+        status = super().stat(path)
+        if self.moment == "looked at":
+            self.add(path, "file", bytes(1 * MIB))
+        return status
+
+    def lock(self, fd: int) -> None:
+        super().lock(fd)
+        if self.moment == "opened":
+            self.add("/medium", "file", bytes(1 * MIB))
+
+
+@pytest.mark.parametrize("moment", ["looked at", "opened"])
+def test_a_path_that_changes_while_it_is_opened_is_refused(moment: str) -> None:
+    system = Swapping()
+    system.add("/medium", "file", bytes(1 * MIB))
+    system.moment = moment
+    with pytest.raises(Busy, match="was replaced while"):
+        Rig("/medium", {}, system).open()
+    assert system.open_fds == 0
 
 
 def test_the_virtual_clock_is_refused_before_anything_is_created(tmp_path: Path) -> None:
@@ -248,7 +276,7 @@ def test_a_created_file_is_durable_with_its_name() -> None:
 def test_a_first_read_that_hangs_times_out(system: FakeSystem) -> None:
     system.inject("read", hangs=True)
     with pytest.raises(Timeout):
-        on_fake(system).open()
+        on_fake(system, deadline_s=SHORT_S).open()
     system.release()
 
 
@@ -341,7 +369,7 @@ def test_io_uring_that_was_demanded_is_not_replaced(system: FakeSystem, number: 
     [
         (lambda: FakeSystem(direct=False), "refuses to open with O_DIRECT"),
         (lambda: FakeSystem(statx=(0, 0)), "does not take direct transfers"),
-        (lambda: FakeSystem(grid=1 << 20), "direct reads of 512 to 65536 bytes are refused"),
+        (lambda: FakeSystem(grid=1 << 20), "no direct read from 512 to 65536 bytes works"),
     ],
 )
 def test_without_o_direct_the_page_cache_is_used_and_reported(made: Any, text: str) -> None:
@@ -353,6 +381,7 @@ def test_without_o_direct_the_page_cache_is_used_and_reported(made: Any, text: s
     assert rig.device.info.memories[0].alignment == 4096
     assert works(rig)
     rig.close()
+    assert rig.fake.open_fds == 0
 
 
 def test_a_file_system_without_a_disk_beneath_is_noted() -> None:
@@ -418,7 +447,7 @@ def test_addresses_that_the_kernel_takes_are_not_bounced() -> None:
 def test_a_block_device_works_like_a_file() -> None:
     system = FakeSystem()
     system.add("/dev/nvme0n1", "block device", b"\x55" * 4 * MIB)
-    rig = Rig("/dev/nvme0n1", {"retries": 8, "deadline_s": 0.05}, system)
+    rig = Rig("/dev/nvme0n1", {"retries": 8}, system)
     region = rig.device.alloc(1 * MIB)
     assert not rig.read(region.all()).any()
     rig.device.free(region)
@@ -479,5 +508,5 @@ def test_a_medium_that_fails_its_first_read_is_a_fatal_reason(call: str) -> None
         system.inject("read", errno.EIO, times=10)
     else:
         system.inject("read", hangs=True, cancellable=False)
-    reasons = probe("/medium", system, deadline_s=0.05)
+    reasons = probe("/medium", system, deadline_s=SHORT_S)
     assert reasons[-1].fatal

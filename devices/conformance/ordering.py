@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierloop.devices.commands import Flush, Read, Write
+from tierloop.devices.commands import Flush, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.subject import Lane, Skip, Subject, expect
 from tierloop.devices.errors import Cancelled, MediaError
 from tierloop.devices.info import MemoryInfo
+from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
 
 
@@ -161,6 +162,43 @@ def check_after_orders_two_queues(subject: Subject) -> None:
     subject.wait(last)
     for value, buffer in seen:
         expect((buffer == value).all(), f"a read after the write of {value} saw {np.unique(buffer).tolist()}")
+
+
+def check_launches_are_ordered_like_transfers(subject: Subject) -> None:
+    """A kernel sees the write that it comes after and none that is held, and has no effect before it starts."""
+    lane = subject.kernel_lanes("gather")[0]
+    memory = subject.operand_memories(lane)[0]
+    lane = Lane(lane.device, lane.executor, lane.executor.queues[-1])
+    writers = [
+        w for w in subject.lanes(memory.name, "read", "write") if (w.device, w.queue) != (lane.device, lane.queue)
+    ]
+    if not writers:
+        raise Skip(f"{lane.executor.name} and the only queue that writes {memory.name} are one")
+    writer = writers[0]
+    source, target, other = (_filled(subject, memory, value, 4096) for value in (1, 3, 3))
+    gate = subject.gate()
+    held = lane.submit(_gather(source, target), after=[gate.completion])
+    with subject.hazards_allowed():
+        expect((subject.read(target.all(), writer) == 3).all(), "a held launch had an effect")
+    gate.open()
+    subject.wait(held)
+    subject.taken(lane, held)
+    gate = subject.gate()
+    written = writer.submit(Write(source.all(), _pattern(source, 2)), after=[gate.completion])
+    with subject.hazards_allowed():
+        subject.run(lane, _gather(source, target))
+    late = lane.submit(_gather(source, other), after=[_visible(writer, source, written)])
+    subject.pass_time()
+    expect(not late.done, "a launch ended before the write that it comes after")
+    gate.open()
+    subject.wait(written, late)
+    for what, region, value in (("before a held write", target, 1), ("that came after it", other, 2)):
+        seen = np.unique(subject.read(region.all(), writer)).tolist()
+        expect(seen == [value], f"a launch {what} of 2 over 1 saw {seen}")
+
+
+def _gather(source: Region, target: Region) -> Launch:
+    return Launch(Gather(), ((source.all(),),), ((target.all(),),))
 
 
 def check_a_host_buffer_passes_bytes_on(subject: Subject) -> None:

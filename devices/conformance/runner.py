@@ -45,13 +45,15 @@ def run(
     device: str | None = None,
     seed: int = 0,
     examples: int = 50,
+    shrink: bool = True,
     progress: Callable[[Result], None] | None = None,
 ) -> Report:
     """Run the levels, or `only` the checks of these names, and report; `progress` gets each result as it comes.
 
     `opener(site)` opens the device, or returns a platform in which `device` names it. `virtual` gives it the virtual
     clock, which only emulated devices can run on. `examples` is the number of sequences that the stateful machine
-    tries. Raises ValueError for an unknown level or check, and what the opener raises when it is first called.
+    tries; with `shrink` it looks for the shortest that fails, which can take a minute. Raises ValueError for an unknown
+    level or check, and what the opener raises when it is first called.
     """
     levels, only = list(levels), set(only)
     for level in levels:
@@ -72,7 +74,7 @@ def run(
 
     for level in levels:
         if level == "stateful" and MACHINE in (only or {MACHINE}):
-            note(_outcome(level, MACHINE, carry_out_machine, opener, virtual, device, examples))
+            note(_outcome(level, MACHINE, carry_out_machine, opener, virtual, device, examples, shrink))
         for name, check in checks_of(level):
             if name in (only or {name}):
                 note(_outcome(level, name, carry_out, check, opener, virtual, device, seed))
@@ -93,8 +95,8 @@ def carry_out(check: Check, opener: Opener, virtual: bool, device: str | None, s
         raise Failure(f"the check passed, but closing raised {type(error).__name__}: {error}") from error
 
 
-def carry_out_machine(opener: Opener, virtual: bool, device: str | None, examples: int) -> None:
-    """The stateful machine; raises Failure for the shortest sequence that goes wrong, or Skip."""
+def carry_out_machine(opener: Opener, virtual: bool, device: str | None, examples: int, shrink: bool = True) -> None:
+    """The stateful machine; raises Failure for a sequence that goes wrong, or Skip."""
     if importlib.util.find_spec("hypothesis") is None:
         raise Skip("Hypothesis is not installed: pip install 'tierloop[conformance]'")
     from tierloop.devices.conformance import stateful
@@ -104,7 +106,7 @@ def carry_out_machine(opener: Opener, virtual: bool, device: str | None, example
         subject.memory()
     finally:
         subject.abandon()
-    stateful.check_any_sequence(opener, virtual, device, examples)
+    stateful.check_any_sequence(opener, virtual, device, examples, shrink)
 
 
 def _outcome(level: str, name: str, call: Callable[..., None], *args: Any) -> Result:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Verbosity, settings
+from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule, run_state_machine_as_test
 
@@ -169,8 +169,8 @@ def machine(opener: Opener, virtual: bool, device: str | None) -> type[RuleBased
     return DeviceMachine
 
 
-def check_any_sequence(opener: Opener, virtual: bool, device: str | None, examples: int) -> None:
-    """Run the machine; raises Failure with the shortest sequence that Hypothesis found."""
+def check_any_sequence(opener: Opener, virtual: bool, device: str | None, examples: int, shrink: bool) -> None:
+    """Run the machine; raises Failure for the first sequence that goes wrong, or the shortest if `shrink`."""
     chosen = settings(
         max_examples=examples,
         stateful_step_count=25,
@@ -180,6 +180,7 @@ def check_any_sequence(opener: Opener, virtual: bool, device: str | None, exampl
         report_multiple_bugs=False,
         print_blob=False,
         verbosity=Verbosity.normal,
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(machine(opener, virtual, device), settings=chosen)

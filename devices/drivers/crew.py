@@ -14,7 +14,8 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import Counts, Engine, PosixEngine, Target, total
-from tierloop.devices.drivers.uring import UringEngine, refusal
+from tierloop.devices.drivers.ring import refusal
+from tierloop.devices.drivers.uring import UringEngine
 from tierloop.devices.drivers.worker import Outcome, Worker
 from tierloop.devices.errors import DeviceError, NoPermission, Timeout, Unsupported
 from tierloop.devices.regions import Region

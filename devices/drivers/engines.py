@@ -60,7 +60,7 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 @dataclass(frozen=True)
 class Target:
-    """What an engine works on: descriptor, grids in bytes, and whom errors name."""
+    """What an engine works on: descriptor, grids in bytes (powers of two), and whom errors name."""
 
     device: str
     system: System

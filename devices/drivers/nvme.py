@@ -39,9 +39,10 @@ from tierloop.devices.drivers.crew import Crew
 from tierloop.devices.drivers.engines import Counts, Stopped
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.extents import Extents
-from tierloop.devices.drivers.medium import PAGE, Medium, open_medium
+from tierloop.devices.drivers.medium import PAGE, Medium
 from tierloop.devices.drivers.nvme_options import Options
 from tierloop.devices.drivers.nvme_probe import Reason, probe
+from tierloop.devices.drivers.opening import open_medium
 from tierloop.devices.drivers.worker import Outcome
 from tierloop.devices.errors import (
     Busy,
@@ -278,7 +279,7 @@ def _describe(name: str, options: Options, medium: Medium, crew: Crew, capacity:
         notes["cache"] = "buffered: reads may be served by the page cache"
     own = Path(name, options.latency_ns, options.read_bytes_per_s, options.write_bytes_per_s, mlp=options.depth)
     executor = ExecutorInfo(
-        name=f"{name}/dma",
+        name="dma",
         kind="dma",
         queues=tuple(range(options.queues)),
         verbs=frozenset({"read", "write", "copy", "flush"}),

@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tierloop.devices.drivers.medium import PAGE, Wish
+from tierloop.devices.drivers.medium import PAGE
+from tierloop.devices.drivers.opening import Wish
 from tierloop.devices.drivers.options import names, refuse_unknown
 from tierloop.devices.errors import ConfigurationError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from tierloop.devices.drivers.deadlines import Stuck
-from tierloop.devices.drivers.medium import Wish, open_medium
-from tierloop.devices.drivers.uring import UringEngine, refusal
+from tierloop.devices.drivers.opening import Wish, open_medium
+from tierloop.devices.drivers.ring import refusal
+from tierloop.devices.drivers.uring import UringEngine
 from tierloop.devices.errors import ConfigurationError, DeviceError
 from tierloop.devices.system import HOST, System
 

@@ -18,7 +18,10 @@ SpanArray = NDArray[np.int64]
 
 def contiguous(spans: SpanArray, base: int, address: int) -> Pieces:
     """Spans that start at `base` on the medium × one run of host memory from `address` on. Empty spans vanish."""
-    spans = spans[spans[:, 1] > 0] if (spans[:, 1] == 0).any() else spans
+    if len(spans) == 1:  # a tenth of the time of the general way
+        offset, nbytes = spans.tolist()[0]
+        return np.array([[offset + base, address, nbytes]] if nbytes else np.empty((0, 3)), dtype=np.int64)
+    spans = spans[spans[:, 1] > 0]
     pieces = np.empty((len(spans), 3), dtype=np.int64)
     pieces[:, 0] = spans[:, 0] + base
     pieces[:, 2] = spans[:, 1]
@@ -57,7 +60,7 @@ def joined(pieces: Pieces) -> Pieces:
 
 def split(pieces: Pieces, largest: int) -> Pieces:
     """The same transfers, none larger than `largest` bytes."""
-    if not len(pieces) or int(pieces[:, 2].max()) <= largest:
+    if not len(pieces) or (pieces[0, 2] <= largest and (len(pieces) == 1 or pieces[:, 2].max() <= largest)):
         return pieces
     counts = -(-pieces[:, 2] // largest)
     owner = np.repeat(np.arange(len(pieces)), counts)

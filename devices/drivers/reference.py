@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import VERBS, Command, Copy, Launch, Operand, Read, Write, verb
+from tierloop.devices.commands import VERBS, Command, Copy, Launch, Operand, Read, Write, segments, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
 from tierloop.devices.drivers.arena import Arena
@@ -54,7 +54,7 @@ class Reference:
         self._duration_ns = duration_ns
         self._clock = site.clock
         self._arena = Arena(name, memory)
-        self._bytes: dict[tuple[str, int], NDArray[np.uint8]] = site.shared.setdefault("reference bytes", {})
+        self._bytes: dict[Region, NDArray[np.uint8]] = site.shared.setdefault("reference bytes", {})
         self._queues = QueueSet(name, queues, executor.depth, site, self._start)
 
     @property
@@ -65,16 +65,20 @@ class Reference:
         self._arena.reserve(nbytes, memory)
         region = self._arena.add(nbytes, phantom)
         if not phantom:
-            self._bytes[region.memory, region.id] = np.zeros(nbytes, dtype=np.uint8)
+            self._bytes[region] = np.zeros(nbytes, dtype=np.uint8)
         return region
 
     def free(self, region: Region) -> None:
         self._arena.remove(region, self._queues.uses(region))
-        self._bytes.pop((region.memory, region.id), None)
+        self._bytes.pop(region, None)
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
         self._arena.alive(verb(command))
-        return self._queues.submit(command, queue, after, check(self._info, command, queue))
+        traffic = check(self._info, command, queue)
+        for region, _ in segments(command):
+            if not region.phantom:
+                self._array(region)
+        return self._queues.submit(command, queue, after, traffic)
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
         check(self._info, command, queue)
@@ -85,8 +89,8 @@ class Reference:
 
     def close(self) -> None:
         self._arena.close()
-        for key in [key for key in self._bytes if key[0] == self._info.name]:
-            del self._bytes[key]
+        for region in [region for region in self._bytes if region.memory == self._info.name]:
+            del self._bytes[region]
         self._queues.close()
 
     def _start(self, completion: Completion) -> None:
@@ -120,8 +124,8 @@ class Reference:
         return 0
 
     def _array(self, region: Region) -> NDArray[np.uint8]:
-        """The bytes of a region: of a reference device on this site, or the host's own."""
-        array = self._bytes.get((region.memory, region.id), region.view)
+        """The bytes of a region: of a reference device on this site, or the host's own. Raises Unsupported."""
+        array = self._bytes.get(region, region.view)
         if array is None:
             raise Unsupported(self._info.name, "access", f"{region} is neither a reference device's nor host memory")
         return array

@@ -103,7 +103,6 @@ class Worker:
         while (completion := self._inbox.get()) is not None:
             outcome = self._carry_out(engine, completion)
             if outcome.stuck:
-                _ABANDONED.append((engine, completion))
                 self._report(outcome)
                 self._left(True)
                 return
@@ -125,6 +124,7 @@ class Worker:
             error = failed
         except Stuck as failed:
             stuck = True
+            _ABANDONED.append((engine, completion, failed))
             detail = f"{failed}; the device is given up, because the kernel may still move those bytes"
             error = Timeout(self._target.device, verb(command), detail)
         except Exception as failed:
@@ -205,8 +205,8 @@ class _Side(NamedTuple):
     view: NDArray[np.uint8] | None = None
 
 
-_ABANDONED: list[tuple[Engine, Completion]] = []
-"""What a stuck transfer may still touch: kept until the process ends."""
+_ABANDONED: list[tuple[Engine, Completion, Stuck]] = []
+"""What a stuck transfer may still touch, kept until the process ends; the traceback holds windows and views."""
 
 
 def _move_within_host(pieces: Pieces, to_address: bool) -> None:

@@ -110,7 +110,7 @@ def compare(
                 result = run.decode(dense, num_tokens, report)
             except (ConfigurationError, OutOfMemory) as error:
                 result = PolicyResult(wanted.title, platform.name, refused=str(error), notes=tuple(platform.notes))
-            answered = bool(workload.answer) and workload.answer.lower() in result.text.lower()
+            answered = workload.is_answered_by(result.text)
             results.append(
                 replace(
                     result,

@@ -1,8 +1,8 @@
 """The layer-stepping decoder: drives a model's modules stage by stage, with a policy inside every layer.
 
 Per layer and micro-batch: `qkv` (norm, projections, rotary positions), attention by the policy, `mlp` (output
-projection and MLP); at the end `head` (norm, logits, argmax). Each stage is a `dense` launch on the device that runs the modules,
-so its time is charged in every kind of time; what crosses to other devices (queries, new rows, attention output) lies
+projection and MLP); at the end `head` (norm, logits, argmax). Each stage is a `dense` launch on the device that runs
+the modules, so its time is charged in every kind of time; what crosses to other devices (queries, rows, output) lies
 in that device's memory and moves by commands. The host waits once per step, for the tokens.
 """
 

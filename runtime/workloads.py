@@ -68,8 +68,8 @@ def needle_prompt(
     if not 0 <= depth <= 1:
         raise WorkloadError(f"depth {depth} is outside [0, 1]")
     chance = random.Random(seed)
-    fact, question, answer = _needle(chance)
-    asked = f"\n\nQuestion: {question}\nAnswer:"
+    fact, question, beginning, answer = _needle(chance)
+    asked = f"\n\nQuestion: {question}\nAnswer: {beginning}"
     first = chance.randrange(len(_paragraphs()))
 
     def hidden(num_words: int) -> str:
@@ -126,17 +126,16 @@ def filler(model: Model, num_tokens: int) -> list[int]:
     return token_ids[:num_tokens]
 
 
-def _needle(chance: random.Random) -> tuple[str, str, str]:
-    """A fact, a question about it and the answer.
+def _needle(chance: random.Random) -> tuple[str, str, str, str]:
+    """A fact, a question about it, the beginning of the answer, and the answer.
 
-    Chosen by experiment, at 4,096 tokens: a word and not a number (SmolLM2 reads one digit per token and loses its
-    place: 5 of 12 were answered), and said twice (said once: 6 of 7).
+    Chosen by experiment, at 4,096 tokens. A word and not a number: SmolLM2 reads one digit per token and loses its
+    place. The answer begins with the words before it in the fact: a model of this size finds what comes after words
+    that it has seen; it does not answer a bare question about a text of this length, with plain attention neither.
     """
     city, word = chance.choice(cities), chance.choice(words)
-    fact = (
-        f"The secret code word of {city} is {word}. Remember it. {word.capitalize()} is the secret code word of {city}."
-    )
-    return fact, f"What is the secret code word of {city}?", word
+    beginning = f"My grandmother in {city} has a cat whose name is"
+    return f"{beginning} {word.capitalize()}.", f"What is the name of the cat in {city}?", beginning, word.capitalize()
 
 
 def _with_paragraph(text: str, paragraph: str, depth: float) -> str:

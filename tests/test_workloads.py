@@ -53,7 +53,8 @@ def test_the_tokens_of_a_needle_prompt_are_those_of_its_text(smollm2: Model) -> 
 def test_the_fact_is_there_once_and_the_question_stands_last(smollm2: Model) -> None:
     workload = needle_prompt(smollm2, 1000)
     assert workload.prompt.count(workload.fact) == 1
-    assert workload.prompt.endswith(f"\n\nQuestion: {workload.question}\nAnswer:")
+    assert f"\n\nQuestion: {workload.question}\nAnswer: " in workload.prompt[-200:]
+    assert workload.answer not in workload.prompt[-200:]
     assert workload.answer in workload.fact
     assert workload.answer not in workload.question
 
@@ -75,7 +76,7 @@ def test_the_same_seed_gives_the_same_prompt_and_another_seed_another(smollm2: M
 def test_the_haystack_knows_nothing_of_the_needles() -> None:
     hay = "\n".join(workloads._paragraphs()).lower()
     assert len(hay) > 100_000
-    assert [needle for needle in (*workloads.words, *workloads.cities, "code word") if needle.lower() in hay] == []
+    assert [needle for needle in (*workloads.words, *workloads.cities, "grandmother") if needle.lower() in hay] == []
 
 
 @pytest.mark.model

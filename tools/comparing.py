@@ -41,7 +41,7 @@ class Asked:
     prompt_file: Path | None = None
     prompt_tokens: int = 4096
     depth: float = 0.5
-    seed: int = 0
+    seed: int = options.SEED
     tokens: int = 24
     kv_dtype: str = "float32"
     oracle: bool = True

@@ -39,7 +39,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html, trace.json and demo.json.")] = Path("out"),
     model: options.ModelSource = "smollm2-135m",
     prompt_tokens: options.PromptTokens = 4096,
-    seed: options.Seed = 0,
+    seed: options.Seed = options.SEED,
     tokens: options.NewTokens = 24,
     wall_tokens: Annotated[int, typer.Option("--wall-tokens", min=1, help="Tokens on the wall-clock platforms.")] = 4,
     cache: options.Cache = None,

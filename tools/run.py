@@ -20,7 +20,7 @@ def run(
     prompt_file: options.PromptFile = None,
     prompt_tokens: options.PromptTokens = 4096,
     depth: options.Depth = 0.5,
-    seed: options.Seed = 0,
+    seed: options.Seed = options.SEED,
     tokens: options.NewTokens = 24,
     clock: options.ClockKind = None,
     dilation: options.Dilation = None,

@@ -28,7 +28,6 @@ class Completion:
 
     __slots__ = (
         "_followers",
-        "_looked",
         "_owner",
         "_waiting",
         "after",
@@ -59,7 +58,6 @@ class Completion:
     ) -> None:
         self._owner = owner
         self._followers: list[Callable[[Completion], None]] = []
-        self._looked = False
         self._waiting = 0
         self.device = device
         self.command = command
@@ -84,7 +82,6 @@ class Completion:
         """
         if not self.done:
             raise RuntimeError(f"{self.device}: the command has not completed; wait for it first")
-        self._looked = True
         self._owner.looked(self)
         if self.error is not None:
             raise self.error

@@ -35,7 +35,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import Misaligned, OutOfRange, Unsupported
 from tierloop.devices.info import DeviceInfo, ExecutorInfo
 from tierloop.devices.kernels import contract
-from tierloop.devices.regions import Region
+from tierloop.devices.regions import Region, Segment
 
 _UINT8 = np.dtype(np.uint8)
 
@@ -104,20 +104,20 @@ def check(info: DeviceInfo, command: Command, queue: int, live: Container[Region
         _check_dtype(info, executor, command, op)
         return traffic
     if isinstance(command, Copy):
-        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read, live)
-        _, room = _check_operand(info, executor, op, (command.target,), traffic, traffic.written, live)
+        nbytes = _check_segment(info, executor, op, command.source, traffic, traffic.read, live)
+        room = _check_segment(info, executor, op, command.target, traffic, traffic.written, live)
         if nbytes != room:
             raise OutOfRange(info.name, op, f"{nbytes} bytes do not fit {room} bytes")
     elif isinstance(command, Read):
-        _, nbytes = _check_operand(info, executor, op, (command.source,), traffic, traffic.read, live)
+        nbytes = _check_segment(info, executor, op, command.source, traffic, traffic.read, live)
         _check_buffer(info, command.into, nbytes, op)
         if not command.into.flags.writeable:
             raise OutOfRange(info.name, op, "the buffer to read into is read-only")
     elif isinstance(command, Write):
-        _, nbytes = _check_operand(info, executor, op, (command.target,), traffic, traffic.written, live)
+        nbytes = _check_segment(info, executor, op, command.target, traffic, traffic.written, live)
         _check_buffer(info, command.data, nbytes, op)
     else:
-        _check_operand(info, executor, op, (command.target,), Traffic(), {}, live)
+        _check_segment(info, executor, op, command.target, Traffic(), {}, live)
         return traffic
     if executor.largest_transfer and nbytes > executor.largest_transfer:
         raise OutOfRange(info.name, op, f"{nbytes} bytes in one command; at most {executor.largest_transfer}")
@@ -133,27 +133,42 @@ def _check_operand(
     count: dict[str, int],
     live: Container[Region] | None,
 ) -> tuple[int, int]:
-    """Check segments and add their bytes to `count`, by memory; returns the number of spans and bytes."""
+    """Check the segments of an operand; returns its number of spans and of bytes."""
     num_spans = nbytes = 0
-    for region, spans in operand:
-        if region.freed:
-            raise OutOfRange(info.name, op, f"{region} was used after it was freed")
-        if spans.end > region.nbytes:
-            raise OutOfRange(info.name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
-        memory = region.memory
-        if memory not in count:
-            if executor.path(memory) is None:
-                reach = sorted(p.memory for p in executor.paths)
-                raise Unsupported(info.name, op, f"executor {executor.name} does not reach {memory}; it has {reach}")
-            count[memory] = 0
-        if live is not None and region not in live and region.view is None:
-            raise OutOfRange(info.name, op, f"{region} is none that {memory} has now, and not mapped by the host")
-        if region.phantom:
-            traffic.phantom = True
-        count[memory] += spans.nbytes
-        nbytes += spans.nbytes
-        num_spans += len(spans)
+    for segment in operand:
+        nbytes += _check_segment(info, executor, op, segment, traffic, count, live)
+        num_spans += len(segment.spans)
     return num_spans, nbytes
+
+
+def _check_segment(
+    info: DeviceInfo,
+    executor: ExecutorInfo,
+    op: str,
+    segment: Segment,
+    traffic: Traffic,
+    count: dict[str, int],
+    live: Container[Region] | None,
+) -> int:
+    """Check a segment and add its bytes to `count`, by memory; returns them."""
+    region, spans = segment
+    memory, nbytes = region.memory, spans.nbytes
+    if region.freed:
+        raise OutOfRange(info.name, op, f"{region} was used after it was freed")
+    if spans.end > region.nbytes:
+        raise OutOfRange(info.name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
+    if memory in count:
+        count[memory] += nbytes
+    elif executor.path(memory) is not None:
+        count[memory] = nbytes
+    else:
+        reach = sorted(p.memory for p in executor.paths)
+        raise Unsupported(info.name, op, f"executor {executor.name} does not reach {memory}; it has {reach}")
+    if live is not None and region not in live and region.view is None:
+        raise OutOfRange(info.name, op, f"{region} is none that {memory} has now, and not mapped by the host")
+    if region.phantom:
+        traffic.phantom = True
+    return nbytes
 
 
 def check_alignment(info: DeviceInfo, command: Command, memory: str, alignment: int) -> None:

@@ -166,7 +166,6 @@ class QueueSet:
                     self._device, verb(completion.command), f"it came after a command that failed: {cause}"
                 )
                 error.__cause__ = cause
-                earlier._looked = True
                 earlier._owner.looked_by_follower(earlier)
                 self.finish(completion, error)
                 return

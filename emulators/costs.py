@@ -31,6 +31,8 @@ from tierloop.emulators.timing import FAR, NS, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
 LINE_NBYTES = 64
+_MOVERS = frozenset({"gather", "append", "topk"})
+"""Kernels without floating-point operations to count."""
 
 
 class Reach:
@@ -51,7 +53,7 @@ class Reach:
             self.write.append((medium.resource, medium.write_units))
         rate = lines * LINE_NBYTES * NS // latency_ns if lines and latency_ns else FAR
         capacity = fabric.flows.capacity
-        if any(rate < capacity[r] // units for r, units in self.read[-1:] + self.write[-1:]):
+        if rate < max((capacity[r] // units for r, units in self.read[-1:] + self.write[-1:]), default=0):
             port = (fabric.flows.add(rate), 1)
             self.read.append(port)
             self.write.append(port)
@@ -116,11 +118,11 @@ class Costs:
             nbytes, spans = source.spans.nbytes, source.spans
             key = (source.region.memory, target.region.memory)
         elif kind is Read:
-            source = command.source  # type: ignore[union-attr]
+            source = command.source  # type: ignore[union-attr]  # likewise
             nbytes, spans = source.spans.nbytes, source.spans
             key = (source.region.memory, self._host)
         elif kind is Write:
-            target = command.target  # type: ignore[union-attr]
+            target = command.target  # type: ignore[union-attr]  # likewise
             nbytes, spans = target.spans.nbytes, target.spans
             key = (self._host, target.region.memory)
         elif isinstance(command, Launch):
@@ -142,7 +144,9 @@ class Costs:
 
     def _launch(self, command: Launch, traffic: Traffic, commit: bool) -> Cost:
         args = command.args
-        flops = contract.flops(args, [sum([s.nbytes for _, s in operand]) for operand in command.reads])
+        flops = 0
+        if args.kernel not in _MOVERS:
+            flops = contract.flops(args, [sum([s.nbytes for _, s in operand]) for operand in command.reads])
         demands: list[Demand] = []
         cost = Cost(demands, self._overhead_ns, flops)
         dense = isinstance(args, Dense)
@@ -151,7 +155,7 @@ class Costs:
             demands.append((self._engine, -(-flops * NS // rate), FAR, 0))
         if isinstance(args, Dense) and self._own:
             self._move(demands, self._own, "read", args.weight_nbytes + args.activation_nbytes)
-        for memory in {**traffic.read, **traffic.written}:
+        for memory in traffic.read | traffic.written:
             if dense and memory == self._own:
                 continue
             reach = self._reach[memory]

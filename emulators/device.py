@@ -39,7 +39,7 @@ from tierloop.devices.tables import Table
 from tierloop.emulators.costs import Costs
 from tierloop.emulators.fabric import Fabric, Job, Medium
 from tierloop.emulators.numerics import Numerics, Outcome
-from tierloop.emulators.profile import Profile, find_profile, read_profile
+from tierloop.emulators.profile import CHANGED, Profile, find_profile, read_profile
 from tierloop.emulators.promises import LIMIT_PERCENT, Promises
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import ARBITRATION
@@ -268,12 +268,13 @@ class EmulatedDevice:
     def _describe(self) -> DeviceInfo:
         profile = self._profile
         own = self._name if profile.memory is not None else ""
-        executors, layout, first = [], [], 0
+        executors: list[ExecutorInfo] = []
+        layout: list[str] = []
+        of_queue: list[Costs] = []
         for executor in profile.executors:
             costs = Costs(self._fabric, executor, own, self._reaches)
-            queues = tuple(range(first, first + executor.queues))
-            first += executor.queues
-            self._costs += [costs] * executor.queues
+            queues = tuple(range(len(of_queue), len(of_queue) + executor.queues))
+            of_queue += [costs] * executor.queues
             layout.append(f"{executor.name}: {', '.join(map(str, queues))}")
             executors.append(
                 ExecutorInfo(
@@ -288,6 +289,7 @@ class EmulatedDevice:
                     largest_transfer=executor.largest_transfer,
                 )
             )
+        self._costs = of_queue
         for memory in {own, *self._reaches}:
             medium = self._fabric.media.get(memory)
             if medium is not None and medium.profile.alignment > 1:
@@ -304,6 +306,9 @@ class EmulatedDevice:
                     memory_profile.persistent,
                 ),
             )
+        links = {hop[0]: self._fabric.links[hop[0]].spec for route in self._reaches.values() for hop in route}
+        guesses = tuple(f"links.{name}: {spec.source}" for name, spec in links.items() if "assumed" in spec.source)
+        changed = [key for key, source in profile.sources.items() if source == CHANGED]
         kernels = any(e.kernels for e in profile.executors)
         return DeviceInfo(
             name=self._name,
@@ -314,11 +319,12 @@ class EmulatedDevice:
             arithmetic=Arithmetic(MICROKERNEL) if kernels else None,
             numa_node=self._numa_node,
             dilation=self._fabric.dilation,
-            guesses=profile.guesses,
+            guesses=profile.guesses + guesses,
             notes={
                 "profile": profile.name,
                 "summary": profile.summary,
                 "queues": "; ".join(layout) or "none",
                 "arbitration": ARBITRATION,
+                "changed": ", ".join(changed) or "nothing",
             },
         )

@@ -5,8 +5,7 @@ transition into calls on the platform's clock: a *job* is a command under way, m
 is due when the last of them has ended and its latency has passed. Time goes as in timing.py under both clocks; on the
 wall clock a late wake-up does not move the model, because flows leave at the times at which they really end.
 
-Links are metered: bytes when a job has ended, busy time as the union over both directions. `busy_ns` already contains
-the rest of what is under way, so it is exact whenever nothing is.
+Links are metered: bytes when a job has ended, busy time until now as the union over both directions.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Launch, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, nearest
@@ -34,15 +34,27 @@ from tierloop.firmware_models.media import WHOLE, Firmware
 class Link:
     """A link's meter, and the resources of its two directions (the same one twice if it is half duplex)."""
 
-    __slots__ = ("_until", "back", "busy_ns", "bytes_back", "bytes_forward", "forward", "latency_ns", "name", "spec")
+    __slots__ = (
+        "_busy_ns",
+        "_clock",
+        "_until",
+        "back",
+        "bytes_back",
+        "bytes_forward",
+        "forward",
+        "latency_ns",
+        "name",
+        "spec",
+    )
 
-    def __init__(self, spec: LinkSpec, flows: Flows) -> None:
+    def __init__(self, spec: LinkSpec, flows: Flows, clock: Clock) -> None:
+        self._clock = clock
         self.name = spec.name
         self.spec = spec
         self.latency_ns = spec.latency_ns
         self.bytes_forward = 0
         self.bytes_back = 0
-        self.busy_ns = 0
+        self._busy_ns = 0  # with what is still to come of the flows that are on the link now
         self._until = 0
         if spec.duplex == "full":
             self.forward = (flows.add(spec.forward_bytes_per_s), 1)
@@ -51,20 +63,25 @@ class Link:
             wire, forward, back = _two_rates(flows, spec.forward_bytes_per_s, spec.back_bytes_per_s)
             self.forward, self.back = (wire, forward), (wire, back)
 
+    @property
+    def busy_ns(self) -> int:
+        """How long the link has been busy until now."""
+        return self._busy_ns - max(self._until - self._clock.now(), 0)
+
     def extend(self, now: int, until: int) -> None:
         """A flow occupies the link from now on until (provisionally) `until`."""
         if now >= self._until:
-            self.busy_ns += until - now
+            self._busy_ns += until - now
             self._until = until
         elif until > self._until:
-            self.busy_ns += until - self._until
+            self._busy_ns += until - self._until
             self._until = until
 
     def revise(self, flows: Flows, now: int) -> None:
         """Finishes of flows on this link have moved: it is busy until the last of them."""
         users = flows.users[self.forward[0]] + flows.users[self.back[0]]
         until = max((flow.finish for flow in users), default=now)
-        self.busy_ns += until - self._until
+        self._busy_ns += until - self._until
         self._until = until
 
 
@@ -75,7 +92,8 @@ Leg = tuple[Link, str]
 class Medium:
     """A memory as the fabric sees it: its store, and the resource that its accesses share.
 
-    `units` holds what a byte read and a byte written cost of the resource (0 where the firmware says what it costs).
+    A byte read costs `read_units` of the resource and a byte written `write_units`; both are 0 where firmware runs the
+    medium and says how long it is busy, which is then work on `route`.
     """
 
     def __init__(
@@ -88,11 +106,10 @@ class Medium:
         if firmware is None:
             self.resource, *units = _two_rates(flows, profile.read_bytes_per_s, profile.write_bytes_per_s)
             self.read_units, self.write_units = units
-            self.route = Route([(self.resource, self.read_units)], flows.capacity)
         else:
             self.resource = flows.add(WHOLE * NS)
             self.read_units = self.write_units = 0
-            self.route = Route([(self.resource, 1)], flows.capacity)
+        self.route = Route([(self.resource, 1)], flows.capacity)
 
 
 Demand = tuple[Route, int, int, int]
@@ -140,7 +157,11 @@ class Job:
 
 
 class Fabric:
-    """Shared by all emulated devices of a site; get it with `Fabric.of(site)`."""
+    """Shared by all emulated devices of a site; get it with `Fabric.of(site)`.
+
+    `media` holds the open memories by name and `regions` their live regions; each of `users` says whether a device has
+    a command under way that names a region.
+    """
 
     def __init__(self, site: Site, topology: Topology) -> None:
         self.site = site
@@ -150,10 +171,10 @@ class Fabric:
         self.flows = Flows(topology.dilation)
         self.media: dict[str, Medium] = {}
         self.regions: set[Region] = set()
-        self.links = {name: Link(spec, self.flows) for name, spec in topology.links.items()}
+        self.links = {name: Link(spec, self.flows, site.clock) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []
         self._tick_at = FAR
-        site.links.update(self.links)
+        site.links.update(self.links)  # type: ignore[arg-type]  # busy_ns is worked out when it is asked for
 
     @classmethod
     def of(cls, site: Site) -> Fabric:
@@ -231,9 +252,10 @@ class Fabric:
         return array
 
     def settle(self, job: Job) -> None:
-        """Count what an ended job has moved over links."""
+        """Count what an ended job has moved over links, and let go of it: a circle of references would live on."""
         observers = self.site.link_observers
         for flow in job.flows:
+            flow.owner = None
             for link, direction in flow.route.legs:
                 if direction == "forward":
                     link.bytes_forward += flow.work
@@ -262,11 +284,9 @@ class Fabric:
         jobs: dict[Job, None] = {}
         links: dict[Link, None] = {}
         for flow in moved:
-            job: Job = flow.owner
-            jobs[job] = None
+            if flow.owner is not None and not flow.owner.over:
+                jobs[flow.owner] = None
         for job in jobs:
-            if job.over:
-                continue
             job.due = max(flow.finish + flow.latency_ns for flow in job.flows) + job.cost.fixed_ns
             if job.due < job.event:
                 job.event = job.due

@@ -30,7 +30,7 @@ class Numerics:
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
-        self._cores = os.cpu_count() or 1
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._pool: ThreadPoolExecutor | None = None
         self._kernels: tuple[Callable[..., int], Callable[..., None]] | None = None
         if not fabric.clock.virtual:
@@ -67,6 +67,8 @@ class Numerics:
 
     def leave(self, device: str, running: list[Future[None]]) -> None:
         """Wait for a device's running work, so that no buffer is touched after it was closed. Raises Timeout."""
+        for future in running:
+            future.cancel()  # what has not begun need not
         if wait(running, CLOSE_TIMEOUT_S).not_done:
             raise Timeout(device, "close", f"a kernel was still running after {CLOSE_TIMEOUT_S} s")
 

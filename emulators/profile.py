@@ -30,6 +30,8 @@ from tierloop.firmware_models.flash import FlashGeometry
 from tierloop.firmware_models.pnm import PnmGeometry
 
 FOLDER = Path(__file__).parent / "profiles"
+CHANGED = "set by the platform"
+"""The source of a constant that the platform file gives."""
 SIZES = (1, 1 << 50)
 """Allowed sizes in bytes: up to 1 PiB."""
 FLOPS = (10**6, 10**18)
@@ -135,6 +137,8 @@ def read_profile(
     table.finish()
     if memory is None and not made:
         raise table.error("", "a device has a memory, executors, or both")
+    if len({executor.depth for executor in made}) > 1:
+        raise table.error("executors", "the queues of one device all have the same depth")
     return Profile(path.stem, kind, summary, memory, made, tuple(reader.guesses), reader.sources)  # type: ignore[arg-type]  # checked
 
 
@@ -175,12 +179,13 @@ class _Reader:
 
     def memory(self, table: Table, capacity: int | None) -> MemoryProfile:
         firmware = table.text("firmware", ("passthrough", "flash", "pnm"), default="passthrough")
+        alignment = table.integer("alignment", 1, 1 << 20, default=1)
         if capacity is None:
-            capacity = self.constant(table, "capacity", *SIZES)
+            capacity = self.constant(table, "capacity", alignment, SIZES[1])
         else:
             table.has("capacity")
-            table.check_integer("capacity", capacity, *SIZES)
-        alignment = table.integer("alignment", 1, 1 << 20, default=1)
+            capacity = table.check_integer("capacity", capacity, alignment, SIZES[1])
+        capacity -= capacity % alignment
         byte_addressable = table.flag("byte_addressable", default=True)
         persistent = table.flag("persistent", default=False)
         latency_ns = self.constant(table, "latency_ns", *LATENCIES, unknown=0)
@@ -286,4 +291,4 @@ def _set_constants(values: dict[str, Any], constants: Mapping[str, Any], place: 
         elif "value" not in values[key] and "source" not in values[key]:
             raise ConfigurationError(f"{place}: constants.{full}: {value!r} given; this is a table of constants")
         else:
-            values[key] = {"value": copy.deepcopy(value), "source": "set by the platform"}
+            values[key] = {"value": copy.deepcopy(value), "source": CHANGED}

@@ -19,19 +19,7 @@ from tierloop.runtime.models import Model
 NEW_TOKENS = 24  # the room that is left for an answer unless the caller says otherwise
 MAX_FILE_NBYTES = 64 << 20
 cities = ("Lisbon", "Oslo", "Cairo", "Lima", "Kyoto", "Dublin", "Prague", "Nairobi")
-words = (
-    "lantern",
-    "orchid",
-    "violin",
-    "glacier",
-    "saffron",
-    "walnut",
-    "harbor",
-    "falcon",
-    "copper",
-    "meadow",
-    "pepper",
-)
+names = ("Lantern", "Orchid", "Violin", "Glacier", "Saffron", "Walnut", "Harbor", "Falcon", "Copper", "Meadow")
 
 
 class WorkloadError(ValueError):
@@ -127,15 +115,15 @@ def filler(model: Model, num_tokens: int) -> list[int]:
 
 
 def _needle(chance: random.Random) -> tuple[str, str, str, str]:
-    """A fact, a question about it, the beginning of the answer, and the answer.
+    """A fact, a question, how its answer begins, and the word that must follow.
 
-    Chosen by experiment, at 4,096 tokens. A word and not a number: SmolLM2 reads one digit per token and loses its
-    place. The answer begins with the words before it in the fact: a model of this size finds what comes after words
-    that it has seen; it does not answer a bare question about a text of this length, with plain attention neither.
+    Chosen by experiment. Probability of the right word at 4,100 tokens in one and the same haystack: a fact as from a
+    story (this one) 0.74; "The secret code word of Prague is" 0.06 to 0.2. A number is lost after a digit or two, and
+    without the beginning of the answer the model talks about Python.
     """
-    city, word = chance.choice(cities), chance.choice(words)
+    city, name = chance.choice(cities), chance.choice(names)
     beginning = f"My grandmother in {city} has a cat whose name is"
-    return f"{beginning} {word.capitalize()}.", f"What is the name of the cat in {city}?", beginning, word.capitalize()
+    return f"{beginning} {name}.", f"What does the text say about {city}?", beginning, name
 
 
 def _with_paragraph(text: str, paragraph: str, depth: float) -> str:

@@ -216,6 +216,19 @@ def test_links_count_bytes_by_direction_and_busy_time_once(machine: Platform) ->
     ]
 
 
+def test_busy_time_is_counted_until_now(machine: Platform) -> None:
+    gpu = machine.devices["emu:gpu"]
+    source, target = region(machine, "dram"), region(machine, "gpu")
+    copy = gpu.submit(Copy(source.at(0, MB), target.at(0, MB)), 2)
+    meter = machine.site.links["pcie"]
+    seen = [meter.busy_ns]
+    for until in (1_000, 150_000, 200_000, 200_500):
+        machine.clock.wait_until(until)
+        seen.append(meter.busy_ns)
+    assert seen == [0, 1_000, 150_000, 200_000, 200_000]
+    finish(machine, copy)
+
+
 def test_idle_time_between_two_copies_is_not_busy(machine: Platform) -> None:
     gpu = machine.devices["emu:gpu"]
     source, target = region(machine, "dram"), region(machine, "gpu")

@@ -99,11 +99,11 @@ def test_register_shapes_change_no_bit(group: int, shapes: list[tuple[int, int]]
     keys, queries = np.ascontiguousarray(case.keys[0, 0], dtype=np.float32), np.zeros((group, 80), dtype=np.float32)
     queries[:, :72] = case.queries[0, 0]
     rows = keys.ctypes.data + np.arange(37, dtype=np.int64) * keys.strides[0]
-    kind = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 7, ctypes.c_float, *(ctypes.c_int64,) * 2)
+    kind = ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 7, ctypes.c_float, *(ctypes.c_int64,) * 4)
     results = []
     for address in (int(DOTS[group - 1]), *(make_dots(0, group, *shape) for shape in shapes)):
         out = np.zeros((group, 37), dtype=np.float32)
-        kind(address)(queries.ctypes.data, 320, rows.ctypes.data, 37, 72, out.ctypes.data, 148, 0.5, 0, 0)
+        kind(address)(queries.ctypes.data, 320, rows.ctypes.data, 37, 72, out.ctypes.data, 148, 0.5, 0, 0, 0, 0)
         results.append(out)
     assert same_bits(results[0], results[1])
     assert same_bits(results[0], results[2])

@@ -15,6 +15,7 @@ from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, on_fake
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, PosixEngine, Target
 from tierloop.devices.drivers.pieces import contiguous
+from tierloop.devices.drivers.ring import refusal
 from tierloop.devices.drivers.uring import UringEngine
 from tierloop.devices.errors import (
     Busy,
@@ -28,6 +29,7 @@ from tierloop.devices.errors import (
     Timeout,
 )
 from tierloop.devices.regions import Region
+from tierloop.devices.system import HOST
 from tierloop.devices.waiting import wait
 
 READ_CALL = {"io_uring": "uring read", "posix": "pread"}
@@ -255,6 +257,19 @@ def test_a_transfer_that_is_overdue_is_taken_back_and_the_device_works(call: str
     rig.fake.heal()
     assert works(rig, region)
     rig.close()
+
+
+def test_a_real_ring_takes_back_what_is_overdue() -> None:
+    empty, _ = pipe = os.pipe()
+    target = Target("nvme0", HOST, empty, 512, 1, deadline_s=0.02, retries=8, stop=threading.Event())
+    try:
+        with pytest.raises(Timeout, match=r"none of 1 transfers came back within 0\.02 s"):
+            UringEngine(target, 4)  # whose first read waits for a byte that nobody writes
+    except OSError as error:
+        pytest.skip(refusal(HOST, error))
+    finally:
+        for fd in pipe:
+            os.close(fd)
 
 
 @pytest.mark.parametrize("call", ["read", "write", "sync"])

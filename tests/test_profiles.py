@@ -173,6 +173,11 @@ DRAM = PROFILES["dram"]
         (DRAM.replace("queues = 4", "queues = 0"), r"queues: 0 given; allowed: 1 to 256"),
         (PROFILES["pnm"].replace("channels = { value = 4", "channels = { value = 3"), r"memory\.pnm: .* power of two"),
         (PROFILES["nvme"].replace("value = 16384", "value = 5000"), r"memory\.flash: a page of 5000 B holds no whole"),
+        (
+            PROFILES["gpu"].replace("[executors.d2h]", "[executors.d2h]\ndepth = 8"),
+            r"executors: the queues of one device all have the same depth",
+        ),
+        ('kind = "cxl"\nsummary = "nothing"\n', r"a device has a memory, executors, or both"),
         (DRAM + "= broken", r"not a TOML file: .*line"),
     ],
 )

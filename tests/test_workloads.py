@@ -76,7 +76,7 @@ def test_the_same_seed_gives_the_same_prompt_and_another_seed_another(smollm2: M
 def test_the_haystack_knows_nothing_of_the_needles() -> None:
     hay = "\n".join(workloads._paragraphs()).lower()
     assert len(hay) > 100_000
-    assert [needle for needle in (*workloads.words, *workloads.cities, "grandmother") if needle.lower() in hay] == []
+    assert [needle for needle in (*workloads.names, *workloads.cities, "grandmother") if needle.lower() in hay] == []
 
 
 @pytest.mark.model
@@ -106,15 +106,10 @@ def test_a_needle_prompt_longer_than_the_model_is_refused_with_both_lengths(smol
 
 @pytest.mark.parametrize(
     ("said", "answered"),
-    [
-        (" The secret code word of Oslo is meadow.", True),
-        ("Meadow", True),
-        ("The word is meadows", False),
-        ("", False),
-    ],
+    [(" Meadow.", True), ("It is called meadow", True), ("Meadows", False), ("", False)],
 )
 def test_an_answer_counts_as_a_word_of_its_own(said: str, answered: bool) -> None:
-    assert Workload("", [], answer="meadow").is_answered_by(said) is answered
+    assert Workload("", [], answer="Meadow").is_answered_by(said) is answered
 
 
 def test_a_prompt_without_a_known_answer_is_never_answered() -> None:

@@ -183,7 +183,7 @@ def step_figure(model_source: str, prompt_tokens: int, tokens: int, cache: Any) 
 
     tokens = max(tokens, 3)
     model = load_model(model_source, cache)
-    workload = needle_prompt(model, prompt_tokens, seed=options.SEED, new_tokens=tokens)
+    workload = needle_prompt(model, prompt_tokens, new_tokens=tokens)
     plain, ours = _Steps(), _Steps()
     with progress() as shown:
 

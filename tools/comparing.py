@@ -41,8 +41,8 @@ class Asked:
     prompt_file: Path | None = None
     prompt_tokens: int = 4096
     depth: float = 0.5
-    seed: int = options.SEED
-    tokens: int = 24
+    seed: int = 0
+    tokens: int = 16
     kv_dtype: str = "float32"
     oracle: bool = True
     cache: Path | None = None

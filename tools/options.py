@@ -53,10 +53,6 @@ TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a trace f
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write a self-contained HTML report to this file.")]
 
 
-SEED = 1
-"""The default of `--seed`: SmolLM2-135M answers the question of its prompt at the default length and depth."""
-
-
 def clock_kind(text: str | None) -> Literal["virtual", "wall"] | None:
     """What `--clock` says. Raises ConfigurationError."""
     if text not in ("virtual", "wall", None):

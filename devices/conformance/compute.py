@@ -8,20 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tierloop.devices.commands import Launch, Operand
+from tierloop.devices.commands import Launch
 from tierloop.devices.conformance import oracle
-from tierloop.devices.conformance.problems import SHAPES, Bench, Int64, Problem, Shape, problem, row_sizes, shapes
+from tierloop.devices.conformance.judging import judge, judge_identities, judge_states
+from tierloop.devices.conformance.launches import (
+    Bench,
+    Float32,
+    as_bytes,
+    attend_operands,
+    run_attend,
+    run_combine,
+    run_logits,
+    run_output,
+)
+from tierloop.devices.conformance.problems import SHAPES, Int64, Problem, Shape, by_split, in_runs_of, problem, shapes
 from tierloop.devices.conformance.subject import Bytes, Lane, Skip, Subject, expect
-from tierloop.devices.info import Arithmetic, MemoryInfo
+from tierloop.devices.info import Arithmetic
 from tierloop.devices.kernels.contract import (
     ITEMSIZE,
     Append,
-    Combine,
     Dense,
     Gather,
-    Logits,
     Merge,
     Score,
     Topk,
@@ -29,9 +37,6 @@ from tierloop.devices.kernels.contract import (
 )
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
-from tierloop.devices.states import cover
-
-Float32 = NDArray[np.float32]
 
 
 def check_attend_is_attention(subject: Subject) -> None:
@@ -78,16 +83,16 @@ def check_empty_parts_are_identities(subject: Subject) -> None:
             given = problem(shape, subject.rng)
             beyond = np.concatenate([given.top_roots(), [[0, 0, 0, 7], [1, 1, 2, 3]]]).astype(np.int64)
             got = _attend(subject, lane, given, beyond, f"roots without rows, {dtype}")
-            _identities(got[-2:], f"attend, {dtype}: a root without rows")
+            judge_identities(got[-2:], f"attend, {dtype}: a root without rows")
             masked = problem(shape, subject.rng)
             masked.q_positions[:] = -1
             got = _attend(subject, lane, masked, masked.top_roots(), f"all rows masked, {dtype}")
-            _identities(got, f"attend, {dtype}: rows that every query masks")
+            judge_identities(got, f"attend, {dtype}: rows that every query masks")
             none = problem(shape, subject.rng)
             none.keys = none.values = np.empty(0, dtype=np.uint8)
             none.runs, none.lengths = none.runs[:0], none.lengths[:0]
             got = _attend(subject, lane, none, none.top_roots(), f"no rows, {dtype}")
-            _identities(got, f"attend, {dtype}: no rows")
+            judge_identities(got, f"attend, {dtype}: no rows")
 
 
 def check_logits_are_scaled_products(subject: Subject) -> None:
@@ -97,10 +102,10 @@ def check_logits_are_scaled_products(subject: Subject) -> None:
             given = problem(shape, subject.rng)
             bench = Bench(subject, lane)
             want = given.expected_logits(bench.arithmetic)
-            got = _logits(bench, given).reshape(want.value.shape).astype(np.float64)
+            got = run_logits(bench, given).reshape(want.value.shape).astype(np.float64)
             masked = np.isneginf(want.value)
             expect((np.isneginf(got) == masked).all(), f"logits, {shape}: −inf is not where rows are masked")
-            _within(got[~masked], want.value[~masked], want.error[~masked], f"logits, {shape}")
+            judge(got[~masked], want.value[~masked], want.error[~masked], f"logits, {shape}")
             bench.free()
 
 
@@ -118,10 +123,12 @@ def check_combine_is_attention_of_given_logits(subject: Subject) -> None:
                 want = oracle.states(
                     exact, given.decoded_values(), given.rows, roots, shape.split_tokens, bench.arithmetic
                 )
-                got = _combine(bench, given, logits, roots)
-                _states(got, want, f"combine, {shape}")
+                got = run_combine(bench, given, logits, roots)
+                judge_states(got, want, f"combine, {shape}")
             nothing = np.full_like(logits, -np.inf)
-            _identities(_combine(bench, given, nothing, given.top_roots()), f"combine, {shape}: all logits −inf")
+            judge_identities(
+                run_combine(bench, given, nothing, given.top_roots()), f"combine, {shape}: all logits −inf"
+            )
             bench.free()
 
 
@@ -134,8 +141,8 @@ def check_combine_of_logits_is_attend(subject: Subject) -> None:
         for shape in shapes(lane.executor.dtypes):
             given = problem(shape, subject.rng)
             bench = Bench(subject, lane)
-            whole = _launch_attend(bench, given, given.mixed_roots())
-            halves = _combine(bench, given, _logits(bench, given), given.mixed_roots())
+            whole = run_attend(bench, given, given.mixed_roots())
+            halves = run_combine(bench, given, run_logits(bench, given), given.mixed_roots())
             expect(whole.tobytes() == halves.tobytes(), f"combine of logits has other bits than attend: {shape}")
             bench.free()
 
@@ -160,7 +167,7 @@ def check_merge_is_the_softmax_over_parts(subject: Subject) -> None:
             reads = (bench.scattered(states.reshape(-1).view(np.uint8), sizes),)
             got = bench.launch(args, reads, bench.target(want.value.size * 4)).view(np.float32)
             what = f"merge, group {group}, q_len {q_len}, head_dim_v {d_v}"
-            _within(got.reshape(want.value.shape).astype(np.float64), want.value, want.error, what)
+            judge(got.reshape(want.value.shape).astype(np.float64), want.value, want.error, what)
             expect((got.reshape(want.value.shape)[want.value == 0] == 0).all(), f"{what}: no rows, but no zeros")
             bench.free()
 
@@ -175,10 +182,10 @@ def check_bits_do_not_depend_on_the_cut(subject: Subject) -> None:
             shape = Shape(dtype, group=3, tokens=150, layout="dense")  # type: ignore[arg-type]  # a dtype of the device
             given = problem(shape, subject.rng)
             bench = Bench(subject, lane)
-            want = _output(bench, given, [(given, given.top_roots())])
-            paged = _in_runs_of(given, 16)
-            single = _in_runs_of(given, 1)
-            evens, odds = _by_split(paged, 0), _by_split(paged, 1)
+            want = run_output(bench, given, [(given, given.top_roots())])
+            paged = in_runs_of(given, 16)
+            single = in_runs_of(given, 1)
+            evens, odds = by_split(paged, 0), by_split(paged, 1)
             for what, parts in (
                 ("a root per split", [(given, given.split_roots())]),
                 ("mixed roots", [(given, given.mixed_roots())]),
@@ -187,7 +194,7 @@ def check_bits_do_not_depend_on_the_cut(subject: Subject) -> None:
                 ("two launches", [evens, odds]),
                 ("two launches, the other way round", [odds, evens]),
             ):
-                got = _output(bench, given, parts)
+                got = run_output(bench, given, parts)
                 expect(got.tobytes() == want.tobytes(), f"{what} gave other bits than one dense launch, {dtype}")
             bench.free()
 
@@ -199,10 +206,10 @@ def check_operands_may_lie_in_several_memories(subject: Subject) -> None:
         if len(memories) < 2:
             raise Skip(f"{lane.executor.name} reaches one memory only")
         given = problem(replace(SHAPES[0], dtype=sorted(lane.executor.dtypes)[0]), subject.rng)  # type: ignore[arg-type]
-        want = _launch_attend(Bench(subject, lane), given, given.top_roots())
+        want = run_attend(Bench(subject, lane), given, given.top_roots())
         for other in memories[1:]:
             bench = Bench(subject, lane)
-            got = _launch_attend(bench, given, given.top_roots(), other)
+            got = run_attend(bench, given, given.top_roots(), other)
             expect(
                 got.tobytes() == want.tobytes(), f"values on {other.name} gave other bits than on {bench.memory.name}"
             )
@@ -229,11 +236,9 @@ def check_score_is_what_the_summary_says(subject: Subject) -> None:
                         bench.arithmetic,
                     )  # fmt: skip
                     sizes = lengths * stored[0].nbytes
-                    reads = (bench.whole(_bytes(queries)), bench.scattered(_bytes(stored), sizes))
+                    reads = (bench.whole(as_bytes(queries)), bench.scattered(as_bytes(stored), sizes))
                     got = bench.launch(args, reads, bench.target(num * 4)).view(np.float32)
-                    _within(
-                        got.astype(np.float64), want.value, want.error, f"score, {summary}, {reduce}, group {group}"
-                    )
+                    judge(got.astype(np.float64), want.value, want.error, f"score, {summary}, {reduce}, group {group}")
         bench.free()
 
 
@@ -254,7 +259,7 @@ def check_topk_breaks_ties_by_index(subject: Subject) -> None:
             lengths = np.array([len(each) for each in lists], dtype=np.int64)
             scores = np.concatenate(lists)
             want = oracle.topk(scores, lengths, k)
-            reads = (bench.scattered(_bytes(scores), lengths * 4),)
+            reads = (bench.scattered(as_bytes(scores), lengths * 4),)
             got = bench.launch(Topk(k, lengths), reads, bench.target(want.nbytes)).view(np.int64).reshape(want.shape)
             wrong = np.argwhere(got != want)
             if wrong.size:
@@ -282,7 +287,7 @@ def check_append_rounds_to_nearest_even(subject: Subject) -> None:
         for dtype in sorted(lane.executor.dtypes):
             rows = _hard_to_round(subject.rng)
             want = oracle.encode(rows, dtype)
-            reads = (bench.scattered(_bytes(rows), np.array([64, 256, rows.nbytes - 320])),)
+            reads = (bench.scattered(as_bytes(rows), np.array([64, 256, rows.nbytes - 320])),)
             room = bench.target(want.nbytes + 64)[0].region
             half = want.nbytes // 8 * 4
             target = (Segment(room, Spans([(half + 32, want.nbytes - half), (0, half)])),)
@@ -330,7 +335,7 @@ def check_work_is_counted(subject: Subject) -> None:
         given = problem(replace(SHAPES[0], dtype=sorted(lane.executor.dtypes)[0]), subject.rng)  # type: ignore[arg-type]
         bench = Bench(subject, lane)
         args = given.attend(given.top_roots())
-        reads, target = _attend_operands(bench, given, args.roots)
+        reads, target = attend_operands(bench, given, args.roots)
         completion = bench.completed(args, reads, target)
         most = flops(args, [sum(s.nbytes for _, s in operand) for operand in reads])
         expect(0 < completion.flops <= most, f"attend of at most {most} FLOPs says that it did {completion.flops}")
@@ -339,8 +344,8 @@ def check_work_is_counted(subject: Subject) -> None:
 
 def _attend(subject: Subject, lane: Lane, given: Problem, roots: Int64, what: str) -> Float32:
     bench = Bench(subject, lane)
-    got = _launch_attend(bench, given, roots)
-    _states(got, given.expected_states(roots, bench.arithmetic), f"attend, {what}")
+    got = run_attend(bench, given, roots)
+    judge_states(got, given.expected_states(roots, bench.arithmetic), f"attend, {what}")
     bench.free()
     return got
 
@@ -355,118 +360,6 @@ def _needs_equal_bits(arithmetic: Arithmetic) -> None:
             f"its {arithmetic.accumulator} sums are wider than its {arithmetic.wire} states, so what is handed over "
             "is rounded and what is not is not"
         )
-
-
-def _launch_attend(bench: Bench, given: Problem, roots: Int64, values_on: MemoryInfo | None = None) -> Float32:
-    args = given.attend(roots)
-    reads, target = _attend_operands(bench, given, roots, values_on)
-    shape = (len(roots), args.q_len, args.group, 2 + args.head_dim_v)
-    return bench.launch(args, reads, target).view(np.float32).reshape(shape)
-
-
-def _attend_operands(
-    bench: Bench, given: Problem, roots: Int64, values_on: MemoryInfo | None = None
-) -> tuple[tuple[Operand, ...], Operand]:
-    s = given.shape
-    reads = (
-        bench.whole(_bytes(given.queries)),
-        bench.scattered(given.keys, row_sizes(given, s.head_dim)),
-        bench.scattered(given.values, row_sizes(given, s.head_dim_v), values_on),
-    )
-    return reads, bench.target(len(roots) * s.q_len * s.group * (2 + s.head_dim_v) * 4)
-
-
-def _logits(bench: Bench, given: Problem) -> Float32:
-    s = given.shape
-    args = Logits(
-        s.dtype, s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim, given.scale, given.runs,
-        given.q_positions,
-    )  # fmt: skip
-    reads = bench.whole(_bytes(given.queries)), bench.scattered(given.keys, row_sizes(given, s.head_dim))
-    nbytes = int(given.lengths.sum()) * s.q_len * s.group * 4
-    return bench.launch(args, reads, bench.target(nbytes)).view(np.float32)
-
-
-def _combine(bench: Bench, given: Problem, logits: Float32, roots: Int64) -> Float32:
-    s = given.shape
-    args = Combine(s.dtype, s.group, s.q_len, s.head_dim_v, s.split_tokens, given.runs, roots)
-    reads = bench.whole(_bytes(logits)), bench.scattered(given.values, row_sizes(given, s.head_dim_v))
-    shape = (len(roots), s.q_len, s.group, 2 + s.head_dim_v)
-    return bench.launch(args, reads, bench.target(int(np.prod(shape)) * 4)).view(np.float32).reshape(shape)
-
-
-def _output(bench: Bench, given: Problem, parts: list[tuple[Problem, Int64]]) -> Float32:
-    """Attend each part, merge the states of all: the output's bits."""
-    s = given.shape
-    states = np.concatenate([_launch_attend(bench, part, roots) for part, roots in parts])
-    roots = np.concatenate([roots for _, roots in parts])
-    args = Merge(s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim_v, roots)
-    nbytes = s.num_sequences * s.q_len * s.num_kv_heads * s.group * s.head_dim_v * 4
-    return bench.launch(args, (bench.whole(_bytes(states)),), bench.target(nbytes)).view(np.float32)
-
-
-def _in_runs_of(given: Problem, rows: int) -> Problem:
-    """The same rows, in runs of at most so many."""
-    pieces = [
-        (sequence, head, position + at, min(rows, length - at))
-        for (sequence, head, position), length in zip(given.runs.tolist(), given.lengths.tolist(), strict=True)
-        for at in range(0, length, rows)
-    ]
-    table = np.array(pieces, dtype=np.int64)
-    return replace(given, runs=table[:, :3], lengths=table[:, 3])
-
-
-def _by_split(given: Problem, parity: int) -> tuple[Problem, Int64]:
-    """The runs in even or odd splits, and the fewest roots that hold them; no run may cross a split's border."""
-    shape = given.shape
-    split = given.runs[:, 2] // shape.split_tokens
-    mine = split % 2 == parity
-    rows = np.repeat(mine, given.lengths)
-    keys = given.keys.reshape(len(rows), -1)[rows].reshape(-1)
-    values = given.values.reshape(len(rows), -1)[rows].reshape(-1)
-    roots = []
-    for sequence in range(shape.num_sequences):
-        for head in range(shape.num_kv_heads):
-            here = (given.runs[:, 0] == sequence) & (given.runs[:, 1] == head)
-            held, rest = (np.unique(split[here & side]).tolist() for side in (mine, ~mine))
-            roots += [(sequence, head, *node) for node in cover(held, rest)]
-    part = replace(given, runs=given.runs[mine], lengths=given.lengths[mine], keys=keys, values=values)
-    return part, np.array(roots, dtype=np.int64)
-
-
-def _states(got: Float32, want: oracle.States, what: str) -> None:
-    """m within its bound; l and acc within theirs after rescaling to the expected m; identities exactly."""
-    empty = np.isneginf(want.m)
-    _identities(got[empty], what)
-    some = ~empty
-    m, total, acc = (part.astype(np.float64)[some] for part in (got[..., 0], got[..., 1], got[..., 2:]))
-    _within(m, want.m[some], want.m_error[some], f"{what}: m")
-    scale = np.exp(m - want.m[some])
-    _within(total * scale, want.total[some], want.relative[some] * want.total[some], f"{what}: l")
-    error = want.relative[some][..., None] * want.weight[some]
-    _within(acc * scale[..., None], want.acc[some], error, f"{what}: acc")
-
-
-def _identities(got: Float32, what: str) -> None:
-    wrong = ~(np.isneginf(got[..., 0]) & (got[..., 1:] == 0).all(axis=-1))
-    if wrong.any():
-        expect(False, f"{what}: needs the identity (−inf, 0, 0), got {got[wrong][0][:4].tolist()} …")
-
-
-def _within(got: oracle.Float64, want: oracle.Float64, error: oracle.Float64, what: str) -> None:
-    off = np.abs(got - want)
-    wrong = np.argwhere(~(off <= error))  # so that NaN is wrong
-    if wrong.size:
-        at = tuple(wrong[0].tolist())
-        expect(
-            False,
-            f"{what}: {len(wrong)} of {want.size} numbers are out of bounds, first at {list(at)}: "
-            f"{got[at]:.9g}, not {want[at]:.9g} ± {error[at]:.3g}",
-        )
-
-
-def _bytes(array: NDArray[np.float32]) -> Bytes:
-    return np.ascontiguousarray(array, dtype=np.float32).reshape(-1).view(np.uint8)
 
 
 def _hard_to_round(rng: np.random.Generator) -> Float32:

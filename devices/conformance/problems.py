@@ -1,4 +1,4 @@
-"""Attention problems of many shapes for the compute checks, and how their rows are laid into a device's memory."""
+"""Attention problems of many shapes for the compute checks, and the same rows cut in other ways."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import Launch, Operand
-from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import oracle
-from tierloop.devices.conformance.subject import Bytes, Lane, Subject
-from tierloop.devices.info import Arithmetic, MemoryInfo
-from tierloop.devices.kernels.contract import ITEMSIZE, Attend, DType, KernelArgs
-from tierloop.devices.regions import Region, Segment
-from tierloop.devices.spans import Spans
-from tierloop.devices.states import top_node
+from tierloop.devices.conformance.subject import Bytes
+from tierloop.devices.info import Arithmetic
+from tierloop.devices.kernels.contract import Attend, DType
+from tierloop.devices.states import cover, top_node
 
 Int64 = NDArray[np.int64]
 
@@ -168,70 +164,30 @@ def problem(shape: Shape, rng: np.random.Generator) -> Problem:
     )
 
 
-class Bench:
-    """Runs kernels of one executor: lays operands out over its memory, launches, and fetches results."""
-
-    def __init__(self, subject: Subject, lane: Lane, memory: MemoryInfo | None = None) -> None:
-        self.subject = subject
-        self.lane = lane
-        self.memory = memory or subject.operand_memories(lane)[0]
-        arithmetic = subject.info.arithmetic
-        self.arithmetic = arithmetic or Arithmetic("unknown")
-        self._regions: list[Region] = []
-
-    def scattered(self, data: Bytes, sizes: Int64, memory: MemoryInfo | None = None) -> Operand:
-        """Rows end to end, one span per size, lying out of order with gaps between them, in two regions."""
-        half = len(sizes) // 2
-        at, segments = 0, []
-        for part in (sizes[:half], sizes[half:]):
-            order = self.subject.rng.permutation(len(part))
-            gaps = self.subject.rng.integers(0, 4, len(part)) * 4
-            offsets = np.zeros(len(part), dtype=np.int64)
-            place = 0
-            for i in order.tolist():
-                offsets[i] = place
-                place += int(part[i] + gaps[i])
-            region = self._region(place, memory)
-            segment = Segment(region, Spans(np.stack([offsets, part.astype(np.int64)], axis=1)))
-            nbytes = int(part.sum())
-            self.subject.write(segment, data[at : at + nbytes])
-            at += nbytes
-            segments.append(segment)
-        return tuple(segments)
-
-    def whole(self, data: Bytes, memory: MemoryInfo | None = None) -> Operand:
-        """The bytes in one span."""
-        region = self._region(data.nbytes, memory)
-        self.subject.write(region.at(0, data.nbytes), data)
-        return (region.at(0, data.nbytes),)
-
-    def target(self, nbytes: int, memory: MemoryInfo | None = None) -> Operand:
-        """Room for a result, full of other bytes."""
-        region = self._region(nbytes, memory)
-        self.subject.write(region.at(0, nbytes), np.full(nbytes, 0xA5, dtype=np.uint8))
-        return (region.at(0, nbytes),)
-
-    def launch(self, args: KernelArgs, reads: tuple[Operand, ...], target: Operand) -> Bytes:
-        """Launch, wait, make sure that the device did it, and fetch the result: uint8 (n,)."""
-        self.completed(args, reads, target)
-        return np.concatenate([self.subject.read(segment) for segment in target])
-
-    def completed(self, args: KernelArgs, reads: tuple[Operand, ...], target: Operand) -> Completion:
-        """Launch, wait, and make sure that the device did it."""
-        return self.subject.run(self.lane, Launch(args, reads, (target,)))
-
-    def free(self) -> None:
-        """Give everything back."""
-        for region in self._regions:
-            self.subject.platform.free(region)
-        self._regions.clear()
-
-    def _region(self, nbytes: int, memory: MemoryInfo | None) -> Region:
-        region = self.subject.alloc(max(-(-nbytes // 4) * 4, 4), memory or self.memory)
-        self._regions.append(region)
-        return region
+def in_runs_of(given: Problem, rows: int) -> Problem:
+    """The same rows, in runs of at most so many."""
+    pieces = [
+        (sequence, head, position + at, min(rows, length - at))
+        for (sequence, head, position), length in zip(given.runs.tolist(), given.lengths.tolist(), strict=True)
+        for at in range(0, length, rows)
+    ]
+    table = np.array(pieces, dtype=np.int64)
+    return replace(given, runs=table[:, :3], lengths=table[:, 3])
 
 
-def row_sizes(given: Problem, dim: int) -> Int64:
-    """Bytes of each run for rows of `dim` elements."""
-    return given.lengths * dim * ITEMSIZE[given.shape.dtype]
+def by_split(given: Problem, parity: int) -> tuple[Problem, Int64]:
+    """The runs in even or odd splits, and the fewest roots that hold them; no run may cross a split's border."""
+    shape = given.shape
+    split = given.runs[:, 2] // shape.split_tokens
+    mine = split % 2 == parity
+    rows = np.repeat(mine, given.lengths)
+    keys = given.keys.reshape(len(rows), -1)[rows].reshape(-1)
+    values = given.values.reshape(len(rows), -1)[rows].reshape(-1)
+    roots = []
+    for sequence in range(shape.num_sequences):
+        for head in range(shape.num_kv_heads):
+            here = (given.runs[:, 0] == sequence) & (given.runs[:, 1] == head)
+            held, rest = (np.unique(split[here & side]).tolist() for side in (mine, ~mine))
+            roots += [(sequence, head, *node) for node in cover(held, rest)]
+    part = replace(given, runs=given.runs[mine], lengths=given.lengths[mine], keys=keys, values=values)
+    return part, np.array(roots, dtype=np.int64)

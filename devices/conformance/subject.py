@@ -35,6 +35,8 @@ Opener = Callable[[Site], Device | Platform]
 """Opens the device on a site, or builds a platform (which may have its own site) that the device is in."""
 
 Bytes = NDArray[np.uint8]
+DEADLINE_NS = 20_000_000_000
+"""How long a check waits for a command: a dead device should not take a minute for each of 80 checks."""
 
 
 class Failure(AssertionError):
@@ -194,8 +196,8 @@ class Subject:
         return self.platform.memory_owner(memory.name).alloc(nbytes, memory.name)
 
     def wait(self, *completions: Completion) -> None:
-        """Wait for all, with the default deadline."""
-        wait(self.clock, completions)
+        """Wait for all, at most 20 s of the clock."""
+        wait(self.clock, completions, self.clock.now() + DEADLINE_NS)
 
     def run(self, lane: Lane, command: Command, after: Sequence[Completion] = ()) -> Completion:
         """Submit, wait, and make sure that the path was taken."""

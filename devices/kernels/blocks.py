@@ -54,7 +54,7 @@ def collect_queries(
         move_bytes(rows.ctypes.data + i * rows.shape[1] * 4, queries + row * 4 * head_dim, 4 * head_dim)
 
 
-@kernel(types.void, INTS, *(INT64,) * 7, REAL, *(INT64,) * 4)
+@kernel(types.void, INTS, *(INT64,) * 7, REAL, *(INT64,) * 6)
 def dots_of_block(
     dots: NDArray[np.int64],
     dtype: int,
@@ -69,8 +69,10 @@ def dots_of_block(
     logit_stride: int,
     ahead: int,
     ahead_nbytes: int,
+    later: int,
+    num_later: int,
 ) -> None:
-    """Logits (num_queries, n) of a block with n key rows, whose addresses are at `keys`."""
+    """Logits (num_queries, n) of a block with n key rows, whose addresses are at `keys`; the rest as in `call_dots`."""
     near = n if num_queries <= TILE else _NEAR
     for start in range(0, n, near):
         q = 0
@@ -88,6 +90,8 @@ def dots_of_block(
                 scale,
                 ahead + 8 * start,
                 ahead_nbytes if q == 0 else 0,
+                later + 8 * start,
+                num_later - start if q == 0 else 0,
             )
             q += size
 

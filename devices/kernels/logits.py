@@ -66,7 +66,7 @@ def _work_on_rows(
                         keys[j] = key_base + key_spans[run, 0] + (skipped + j) * nbytes
                     dots_of_block(
                         dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries, keys.ctypes.data, n,
-                        head_dim, scale, block.ctypes.data, 4 * _CHUNK, 0, 0,
+                        head_dim, scale, block.ctypes.data, 4 * _CHUNK, 0, 0, 0, 0,
                     )  # fmt: skip
                     for i in range(num_queries):
                         seen = q_positions[sequence, (q + i) // group] - runs[run, 2] - skipped

@@ -138,7 +138,7 @@ def _prefetch(builder: Any, row: Any, nbytes: Any) -> None:
         builder.call(ask, [builder.inttoptr(at(builder, row, i), byte), *(ir.Constant(INT32, x) for x in (0, 2, 1))])
 
 
-_DOTS = (WORD, WORD, WORD, WORD, WORD, WORD, WORD, REAL, WORD, WORD)
+_DOTS = (WORD, WORD, WORD, WORD, WORD, WORD, WORD, REAL, WORD, WORD, WORD, WORD)
 _BOUNDS = (WORD, WORD, WORD, WORD, WORD, WORD, WORD)
 
 
@@ -160,9 +160,12 @@ def _dots(
     scale: Any,
     ahead: Any,
     ahead_nbytes: Any,
+    later: Any,
+    num_later: Any,
 ) -> None:
     q = [at(builder, queries, builder.mul(query_stride, int64(g))) for g in range(group)]
     outs = [at(builder, out, builder.mul(out_stride, int64(g))) for g in range(group)]
+    row_nbytes = builder.mul(dim, int64(ITEM[dtype]))
 
     def tile(first: Any, count: int) -> None:
         which = [builder.add(first, int64(t)) for t in range(count)]
@@ -170,6 +173,9 @@ def _dots(
         with builder.if_then(builder.icmp_signed("!=", ahead_nbytes, int64(0))):
             for j in which:
                 _prefetch(builder, load(builder, at(builder, ahead, j, 8), INT64), ahead_nbytes)
+        with builder.if_then(builder.icmp_signed("<", which[-1], num_later)):
+            for j in which:
+                _prefetch(builder, load(builder, at(builder, later, j, 8), INT64), row_nbytes)
         sums = _sums(context, builder, dtype, passes, q, keys, dim, lambda x, parts: builder.fmul(x, parts[0]))
         for line, place in zip(sums, outs, strict=True):
             store(builder, builder.fmul(line, spread(builder, scale, count)), at(builder, place, first, 4))
@@ -204,26 +210,20 @@ def make_dots(dtype: int, group: int, steps: int, passes: int) -> int:
     @entry(*_DOTS)
     def dots(
         queries: int, query_stride: int, rows: int, n: int, dim: int, out: int, out_stride: int, scale: float,
-        ahead: int, ahead_nbytes: int,
+        ahead: int, ahead_nbytes: int, later: int, num_later: int,
     ) -> None:  # fmt: skip
         _dots(
-            dtype,
-            group,
-            steps,
-            passes,
-            queries,
-            query_stride,
-            rows,
-            n,
-            dim,
-            out,
-            out_stride,
-            scale,
-            ahead,
-            ahead_nbytes,
-        )
+            dtype, group, steps, passes, queries, query_stride, rows, n, dim, out, out_stride, scale, ahead,
+            ahead_nbytes, later, num_later,
+        )  # fmt: skip
 
     return dots
+
+
+@inline(types.void, WORD, WORD)
+def ask_for(builder: Any, row: Any, nbytes: Any) -> None:
+    """Ask for the lines of a row, which will be needed soon."""
+    _prefetch(builder, row, nbytes)
 
 
 def _make_bounds(group: int) -> int:
@@ -235,9 +235,11 @@ def _make_bounds(group: int) -> int:
 
 
 call_dots = caller(*_DOTS)
-"""(address, queries, query stride, rows, n, dim, out, out stride, scale, ahead, ahead nbytes), strides in bytes.
+"""(address, queries, query stride, rows, n, dim, out, out stride, scale, ahead, ahead nbytes, later, num later).
 
-`ahead` are the same rows of another operand, of `ahead nbytes` each (0: none): their lines are asked for meanwhile.
+Strides are in bytes. What will be needed next is asked for meanwhile: `ahead` are the same n rows of another operand,
+of `ahead nbytes` each (0: none), and `later` the next `num later` rows of this one. Measured with 64 Ki tokens of
+float32 and three query rows: 7 GB/s without, 12 GB/s with `ahead`.
 """
 call_bounds = caller(*_BOUNDS)
 """(address, queries, query stride, rows, n, dim, out, out stride), strides in bytes."""

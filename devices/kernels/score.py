@@ -72,7 +72,7 @@ def _work_on_rows(
                 else:
                     dots_of_block(
                         dots, FLOAT32, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries,
-                        places.ctypes.data, n, head_dim, 1.0, block.ctypes.data, 4 * _CHUNK, 0, 0,
+                        places.ctypes.data, n, head_dim, 1.0, block.ctypes.data, 4 * _CHUNK, 0, 0, 0, 0,
                     )  # fmt: skip
                 for i in range(num_queries):
                     for j in range(n):

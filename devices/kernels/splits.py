@@ -29,7 +29,7 @@ from tierloop.devices.kernels.compiled import (
 from tierloop.devices.kernels.lanes import ITEM
 from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
 from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT, how_many_up_to
-from tierloop.devices.kernels.products import TILE
+from tierloop.devices.kernels.products import TILE, ask_for
 from tierloop.devices.kernels.softmax import call_softmax, call_weigh
 
 Int64 = NDArray[np.int64]
@@ -90,6 +90,21 @@ def _find_rows(
             break
         run += 1
     return n
+
+
+@kernel(INT64, INTS, INT64, INTS, INT64, INT64, _MUTABLE)
+def _count_visible(positions: Int64, n: int, q_positions: Int64, group: int, first: int, visible: Int64) -> int:
+    """How many of the split's rows count for each query row from `first` on; returns the most."""
+    most = 0
+    for i in range(visible.shape[0]):
+        query = (first + i) // group
+        if query >= q_positions.shape[0]:
+            break
+        visible[i] = n
+        if positions[n - 1] > q_positions[query]:
+            visible[i] = how_many_up_to(positions, n, q_positions[query])
+        most = max(most, visible[i])
+    return most
 
 
 @kernel(types.void, INT64, INTS, INT64, INT64, INT64, INT64, _MUTABLE, INT64, INT64, INT64, INT64)
@@ -193,11 +208,9 @@ def work_on_pieces(
     width = padded(most_rows)
     logit_rows = np.empty((block, width), np.float32)
     query_rows = np.zeros((block, padded(head_dim)), np.float32)
-    keys, values, positions = (
-        np.empty(most_rows, np.int64),
-        np.empty(most_rows, np.int64),
-        np.empty(most_rows, np.int64),
-    )
+    # One table for the split at hand and one for the next, whose keys are asked for meanwhile.
+    keys, values = np.empty((2, most_rows), np.int64), np.empty((2, most_rows), np.int64)
+    positions = np.empty((2, most_rows), np.int64)
     visible = np.empty(block, np.int64)
     levels = np.empty(66, np.int64)
     stack = np.empty(0, np.float32)
@@ -231,31 +244,35 @@ def work_on_pieces(
             slot = num_queries * state_stride
             if given_logits == 0:
                 collect_queries(queries, sequence, kv_head, q, num_kv_heads, group, q_len, head_dim, query_rows)
-            depth, previous, run, row = 0, 0, first_run, low
-            while row < high:
-                run = run_of(first_row, run, row)
-                split = (runs[run, 2] + row - first_row[run]) // split_tokens
-                n = _find_rows(
-                    runs, first_row, run, row, high, split_tokens, key_base, key_spans, key_nbytes,
-                    value_base, value_spans, value_nbytes, keys, values, positions,
-                )  # fmt: skip
-                any_visible = 0
-                for i in range(num_queries):
-                    visible[i] = n
-                    if given_logits == 0:
-                        seen = q_positions[sequence, (q + i) // group]
-                        if positions[n - 1] > seen:
-                            visible[i] = how_many_up_to(positions, n, seen)
-                    any_visible = max(any_visible, visible[i])
+            depth, previous, run, row, now = 0, 0, first_run, low, 0
+            n = _find_rows(
+                runs, first_row, run, row, high, split_tokens, key_base, key_spans, key_nbytes, value_base, value_spans,
+                value_nbytes, keys[0], values[0], positions[0],
+            )  # fmt: skip
+            while n:
+                split = positions[now, 0] // split_tokens
+                later, num_later = 1 - now, 0
+                if row + n < high:
+                    run = run_of(first_row, run, row + n)
+                    num_later = _find_rows(
+                        runs, first_row, run, row + n, high, split_tokens, key_base, key_spans, key_nbytes, value_base,
+                        value_spans, value_nbytes, keys[later], values[later], positions[later],
+                    )  # fmt: skip
+                any_visible = n
+                visible[:] = n
+                if given_logits == 0:
+                    any_visible = _count_visible(positions[now], n, q_positions[sequence], group, q, visible)
                 if any_visible:
                     if given_logits == 0:
                         dots_of_block(
-                            dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries, keys.ctypes.data,
-                            any_visible, head_dim, scale, logits, logit_stride, values.ctypes.data, value_nbytes,
+                            dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries,
+                            keys[now].ctypes.data, any_visible, head_dim, scale, logits, logit_stride,
+                            values[now].ctypes.data, value_nbytes, keys[later].ctypes.data, num_later,
                         )  # fmt: skip
                     else:
                         source = given_logits + 4 * (row * all_queries + q)
                         for j in range(n):
+                            ask_for(values[now, j], value_nbytes)
                             for i in range(num_queries):
                                 logit_rows[i, j] = load_float(source + 4 * (j * all_queries + i))
                     level = 0
@@ -263,21 +280,19 @@ def work_on_pieces(
                         level = meeting_level(previous, split)
                         while depth > 1 and levels[depth - 1] < level:
                             depth -= 1
-                            call_merge(
-                                merge, bottom + (depth - 1) * slot, bottom + depth * slot, num_queries, head_dim_v
-                            )
+                            under, over = bottom + (depth - 1) * slot, bottom + depth * slot
+                            call_merge(merge, under, over, num_queries, head_dim_v)
                     levels[depth] = level
                     _states_of_split(
-                        softmax, weigh, dtype, num_queries, logits, logit_stride, visible, values.ctypes.data,
+                        softmax, weigh, dtype, num_queries, logits, logit_stride, visible, values[now].ctypes.data,
                         head_dim_v, bottom + depth * slot, state_stride,
                     )  # fmt: skip
                     depth, previous = depth + 1, split
-                row += n
+                row, n, now = row + n, num_later, later
             while depth > 1:
                 depth -= 1
                 call_merge(merge, bottom + (depth - 1) * slot, bottom + depth * slot, num_queries, head_dim_v)
-            target = out + q * state_stride
             if depth:
-                move_bytes(target, bottom, slot)
+                move_bytes(out + q * state_stride, bottom, slot)
             else:
-                put_identity(target, num_queries, head_dim_v)
+                put_identity(out + q * state_stride, num_queries, head_dim_v)

@@ -35,7 +35,7 @@ def compare(
     platform: str | Path = "demo",
     policies: Sequence[str | PolicyRequest] = ("split-all",),
     *,
-    num_tokens: int = 24,
+    num_tokens: int = 16,
     **options: Any,
 ) -> Comparison:
     """Decode one workload under several policies, each on a fresh platform, and check every answer.

@@ -72,7 +72,12 @@ class Device(Protocol):
         """What the command would cost now if nothing else arrived."""
 
     def poll(self) -> None:
-        """Collect what the hardware has finished, for devices that do not report by themselves; never blocks."""
+        """Collect what the hardware has finished; may be called at any time, never blocks, waits for nothing.
+
+        Waiting on the clock calls nothing but what is registered there: a device whose hardware does not report by
+        itself has itself polled while commands are open, by `clock.call_at(clock.now() + interval, self.poll)`, or by
+        `clock.post(self.poll)` from a thread that waits for the hardware.
+        """
 
     def close(self) -> None:
         """Release everything. Raises the first error that nobody looked at."""

@@ -32,7 +32,7 @@ from tierloop.devices.commands import (
     verb,
 )
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import Misaligned, OutOfRange, Unsupported
+from tierloop.devices.errors import DeviceError, Misaligned, OutOfRange, Unsupported
 from tierloop.devices.info import DeviceInfo, ExecutorInfo
 from tierloop.devices.kernels import contract
 from tierloop.devices.regions import Region, Segment
@@ -90,90 +90,97 @@ def check(info: DeviceInfo, command: Command, queue: int, live: Container[Region
     traffic. Raises OutOfRange, Misaligned or Unsupported.
     """
     executor = info.executor_of(queue)
+    launch = isinstance(command, Launch)
     op = verb(command)
     if executor is None:
         queues = sorted(q for e in info.executors for q in e.queues)
         raise OutOfRange(info.name, op, f"queue {queue} does not exist; queues: {queues}")
-    allowed = executor.kernels if isinstance(command, Launch) else executor.verbs
-    if op not in allowed:
+    if op not in (executor.kernels if launch else executor.verbs):
         raise Unsupported(info.name, op, f"executor {executor.name} offers {sorted(executor.verbs | executor.kernels)}")
     traffic = Traffic()
-    if isinstance(command, Launch):
-        reads = [_check_operand(info, executor, op, operand, traffic, traffic.read, live) for operand in command.reads]
-        writes = [
-            _check_operand(info, executor, op, operand, traffic, traffic.written, live) for operand in command.writes
-        ]
-        wrong = contract.check(command.args, reads, writes)
-        if wrong:
-            raise OutOfRange(info.name, op, wrong)
-        _check_dtype(info, executor, command, op)
-        return traffic
-    if isinstance(command, Copy):
-        nbytes = _check_segment(info, executor, op, command.source, traffic, traffic.read, live)
-        room = _check_segment(info, executor, op, command.target, traffic, traffic.written, live)
-        if nbytes != room:
-            raise OutOfRange(info.name, op, f"{nbytes} bytes do not fit {room} bytes")
-    elif isinstance(command, Read):
-        nbytes = _check_segment(info, executor, op, command.source, traffic, traffic.read, live)
-        _check_buffer(info, command.into, nbytes, op)
-        if not command.into.flags.writeable:
-            raise OutOfRange(info.name, op, "the buffer to read into is read-only")
-    elif isinstance(command, Write):
-        nbytes = _check_segment(info, executor, op, command.target, traffic, traffic.written, live)
-        _check_buffer(info, command.data, nbytes, op)
-    else:
-        _check_segment(info, executor, op, command.target, Traffic(), {}, live)
-        return traffic
+    try:
+        if isinstance(command, Launch):
+            reads = [_check_operand(executor, operand, traffic, traffic.read, live) for operand in command.reads]
+            writes = [_check_operand(executor, operand, traffic, traffic.written, live) for operand in command.writes]
+            wrong = contract.check(command.args, reads, writes)
+            if wrong:
+                raise OutOfRange(info.name, op, wrong)
+            _check_dtype(info, executor, command, op)
+            return traffic
+        if isinstance(command, Copy):
+            nbytes = _check_segment(executor, command.source, traffic, traffic.read, live)
+            room = _check_segment(executor, command.target, traffic, traffic.written, live)
+            if nbytes != room:
+                raise OutOfRange(info.name, op, f"{nbytes} bytes do not fit {room} bytes")
+        elif isinstance(command, Read):
+            nbytes = _check_segment(executor, command.source, traffic, traffic.read, live)
+            _check_buffer(info, command.into, nbytes, op)
+            if not command.into.flags.writeable:
+                raise OutOfRange(info.name, op, "the buffer to read into is read-only")
+        elif isinstance(command, Write):
+            nbytes = _check_segment(executor, command.target, traffic, traffic.written, live)
+            _check_buffer(info, command.data, nbytes, op)
+        else:
+            _check_segment(executor, command.target, Traffic(), {}, live)
+            return traffic
+    except _Wrong as wrong_segment:
+        raise _explain(info, executor, op, wrong_segment.segment) from None
     if executor.largest_transfer and nbytes > executor.largest_transfer:
         raise OutOfRange(info.name, op, f"{nbytes} bytes in one command; at most {executor.largest_transfer}")
     return traffic
 
 
+class _Wrong(Exception):
+    """A segment that the command may not name; `_explain` finds out why, so that right ones cost less."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+
 def _check_operand(
-    info: DeviceInfo,
-    executor: ExecutorInfo,
-    op: str,
-    operand: Operand,
-    traffic: Traffic,
-    count: dict[str, int],
-    live: Container[Region] | None,
+    executor: ExecutorInfo, operand: Operand, traffic: Traffic, count: dict[str, int], live: Container[Region] | None
 ) -> tuple[int, int]:
     """Check the segments of an operand; returns its number of spans and of bytes."""
     num_spans = nbytes = 0
     for segment in operand:
-        nbytes += _check_segment(info, executor, op, segment, traffic, count, live)
+        nbytes += _check_segment(executor, segment, traffic, count, live)
         num_spans += len(segment.spans)
     return num_spans, nbytes
 
 
 def _check_segment(
-    info: DeviceInfo,
-    executor: ExecutorInfo,
-    op: str,
-    segment: Segment,
-    traffic: Traffic,
-    count: dict[str, int],
-    live: Container[Region] | None,
+    executor: ExecutorInfo, segment: Segment, traffic: Traffic, count: dict[str, int], live: Container[Region] | None
 ) -> int:
-    """Check a segment and add its bytes to `count`, by memory; returns them."""
+    """Check a segment and add its bytes to `count`, by memory; returns them. Raises _Wrong."""
     region, spans = segment
     memory, nbytes = region.memory, spans.nbytes
-    if region.freed:
-        raise OutOfRange(info.name, op, f"{region} was used after it was freed")
-    if spans.end > region.nbytes:
-        raise OutOfRange(info.name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
     if memory in count:
         count[memory] += nbytes
     elif executor.path(memory) is not None:
         count[memory] = nbytes
     else:
-        reach = sorted(p.memory for p in executor.paths)
-        raise Unsupported(info.name, op, f"executor {executor.name} does not reach {memory}; it has {reach}")
+        raise _Wrong(segment)
+    if region.freed or spans.end > region.nbytes:
+        raise _Wrong(segment)
     if live is not None and region not in live and region.view is None:
-        raise OutOfRange(info.name, op, f"{region} is none that {memory} has now, and not mapped by the host")
+        raise _Wrong(segment)
     if region.phantom:
         traffic.phantom = True
     return nbytes
+
+
+def _explain(info: DeviceInfo, executor: ExecutorInfo, op: str, segment: Segment) -> DeviceError:
+    """What is wrong with a segment that did not pass."""
+    region, spans = segment
+    if region.freed:
+        return OutOfRange(info.name, op, f"{region} was used after it was freed")
+    if spans.end > region.nbytes:
+        return OutOfRange(info.name, op, f"{spans!r} is outside the {region.nbytes} bytes of {region}")
+    if executor.path(region.memory) is None:
+        reach = sorted(path.memory for path in executor.paths)
+        problem = f"executor {executor.name} does not reach {region.memory}; it has {reach}"
+        return Unsupported(info.name, op, problem)
+    return OutOfRange(info.name, op, f"{region} is none that {region.memory} has now, and not mapped by the host")
 
 
 def check_alignment(info: DeviceInfo, command: Command, memory: str, alignment: int) -> None:

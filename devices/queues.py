@@ -79,7 +79,8 @@ class QueueSet:
         self._end(completion, error)
         if line:
             self._site.followers.append((self._next, completion))
-        self._settle()
+        if self._site.followers:
+            self._settle()
 
     def looked(self, completion: Completion) -> None:
         """The host has seen how this command ended."""

@@ -25,7 +25,7 @@ from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
-from tierloop.emulators.fabric import Cost, Demand, Fabric, Leg, Medium
+from tierloop.emulators.fabric import Demand, Fabric, Job, Leg, Medium
 from tierloop.emulators.profile import ExecutorProfile
 from tierloop.emulators.timing import FAR, NS, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
@@ -38,9 +38,7 @@ _MOVERS = frozenset({"gather", "append", "topk"})
 class Reach:
     """How an executor gets at one memory: the resources that a byte occupies, the links, the latency."""
 
-    def __init__(self, memory: str, medium: Medium | None, fabric: Fabric, hops: tuple[Hop, ...], lines: int) -> None:
-        self.memory = memory
-        self.medium = medium
+    def __init__(self, medium: Medium | None, fabric: Fabric, hops: tuple[Hop, ...], lines: int, weight: int) -> None:
         self.hops = hops
         self.read_legs = fabric.legs(hops, write=False)
         self.write_legs = fabric.legs(hops, write=True)
@@ -59,6 +57,8 @@ class Reach:
             self.write.append(port)
         self.firmware = medium.firmware if medium is not None else None
         self.one_flow = not hops and self.read == self.write
+        self.read_route = Route(self.read, capacity, weight, self.read_legs)
+        self.write_route = Route(self.write, capacity, weight, self.write_legs)
 
 
 class Costs:
@@ -83,7 +83,7 @@ class Costs:
             medium = fabric.media.get(memory)
             if medium is None and memory.startswith("emu:"):
                 raise ConfigurationError(f"executor {profile.name} reaches {memory}, which is not open on this site")
-            self._reach[memory] = Reach(memory, medium, fabric, hops, profile.mlp_lines)
+            self._reach[memory] = Reach(medium, fabric, hops, profile.mlp_lines, profile.weight)
         self._host = fabric.topology.host
         if {"read", "write"} & profile.verbs and self._host and self._host not in self._reach:
             raise ConfigurationError(
@@ -93,7 +93,6 @@ class Costs:
         self._overhead_ns = profile.overhead_ns * self._sigma
         self._span_ns = profile.span_ns * self._sigma
         self._transfers: dict[tuple[str, str], tuple[Route, int, bool]] = {}
-        self._rows: dict[tuple[str, str], tuple[Route, int]] = {}
 
     def paths(self) -> tuple[Path, ...]:
         """What the executor's paths are worth to a scheduler, in the platform's clock (dilated)."""
@@ -109,7 +108,7 @@ class Costs:
             for memory, reach in self._reach.items()
         )
 
-    def of(self, command: Command, traffic: Traffic, commit: bool) -> Cost:
+    def of(self, command: Command, traffic: Traffic, commit: bool) -> Job:
         """The cost of a command; `commit` says that it is carried out, so the firmware's state changes."""
         kind = type(command)
         source = target = None
@@ -129,51 +128,63 @@ class Costs:
             return self._launch(command, traffic, commit)
         else:
             assert isinstance(command, Flush)
-            return Cost([], self._overhead_ns + self._reach[command.target.region.memory].latency_ns)
+            job = Job([], self._overhead_ns + self._reach[command.target.region.memory].latency_ns)
+            job.idle = True
+            return job
         transfer = self._transfers.get(key) or self._transfer(*key)
         route, latency_ns, on_firmware = transfer
-        cost = Cost([(route, nbytes, FAR, latency_ns)] if nbytes else [], self._overhead_ns)
+        job = Job([(route, nbytes, FAR, latency_ns)] if nbytes else [], self._overhead_ns)
         if self._span_ns:
-            cost.fixed_ns += self._span_ns * len(spans)
+            job.fixed_ns += self._span_ns * len(spans)
         if on_firmware:
             if source is not None:
-                self._transfer_media(cost, source, False, route, latency_ns, commit)
+                self._transfer_media(job, source, False, route, latency_ns, commit)
             if target is not None:
-                self._transfer_media(cost, target, True, route, latency_ns, commit)
-        return cost
+                self._transfer_media(job, target, True, route, latency_ns, commit)
+        return job
 
-    def _launch(self, command: Launch, traffic: Traffic, commit: bool) -> Cost:
+    def _launch(self, command: Launch, traffic: Traffic, commit: bool) -> Job:
         args = command.args
         flops = 0
         if args.kernel not in _MOVERS:
             flops = contract.flops(args, [sum([s.nbytes for _, s in operand]) for operand in command.reads])
         demands: list[Demand] = []
-        cost = Cost(demands, self._overhead_ns, flops)
+        job = Job(demands, self._overhead_ns, flops)
         dense = isinstance(args, Dense)
         rate = self._profile.dense_flops_per_s if dense else self._profile.flops_per_s
         if flops and rate:
             demands.append((self._engine, -(-flops * NS // rate), FAR, 0))
-        if isinstance(args, Dense) and self._own:
-            self._move(demands, self._own, "read", args.weight_nbytes + args.activation_nbytes)
+        if isinstance(args, Dense):
+            job.idle = args.function is None
+            nbytes = args.weight_nbytes + args.activation_nbytes
+            if self._own and nbytes:
+                reach = self._reach[self._own]
+                demands.append((reach.read_route, nbytes, FAR, reach.latency_ns))
         for memory in traffic.read | traffic.written:
             if dense and memory == self._own:
                 continue
             reach = self._reach[memory]
             read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
             if reach.firmware is not None:
-                reads = tuple(s for operand in command.reads for s in operand if s.region.memory == memory)
-                writes = tuple(s for operand in command.writes for s in operand if s.region.memory == memory)
-                self._media(cost, memory, self._ranges(reads), self._ranges(writes), reach.latency_ns, commit)
+                self._kernel_media(job, command, memory, commit)
                 if not reach.hops:
                     continue
             if reach.one_flow:
                 read, written = read + written, 0
-            self._move(demands, memory, "read", read)
-            self._move(demands, memory, "write", written)
-        return cost
+            if read:
+                demands.append((reach.read_route, read, FAR, reach.latency_ns))
+            if written:
+                demands.append((reach.write_route, written, FAR, reach.latency_ns))
+        return job
+
+    def _kernel_media(self, job: Job, command: Launch, memory: str, commit: bool) -> None:
+        reads = [s for operand in command.reads for s in operand if s.region.memory == memory]
+        writes = [s for operand in command.writes for s in operand if s.region.memory == memory]
+        latency_ns = self._reach[memory].latency_ns
+        self._media(job, memory, self._ranges(reads), self._ranges(writes), latency_ns, commit)
 
     def _transfer_media(
-        self, cost: Cost, segment: Segment, is_write: bool, route: Route, latency_ns: int, commit: bool
+        self, job: Job, segment: Segment, is_write: bool, route: Route, latency_ns: int, commit: bool
     ) -> None:
         memory = segment.region.memory
         if self._reach[memory].firmware is None:
@@ -183,18 +194,18 @@ class Costs:
         if unit > 1:
             latency_ns += route.ns(unit * self._sigma)
         reads, writes = (NOTHING, ranges) if is_write else (ranges, NOTHING)
-        self._media(cost, memory, reads, writes, latency_ns, commit)
+        self._media(job, memory, reads, writes, latency_ns, commit)
 
-    def _media(self, cost: Cost, memory: str, reads: Ranges, writes: Ranges, latency_ns: int, commit: bool) -> None:
+    def _media(self, job: Job, memory: str, reads: Ranges, writes: Ranges, latency_ns: int, commit: bool) -> None:
         medium = self._fabric.media[memory]
         firmware = medium.firmware
         assert firmware is not None
         work = firmware.access(reads, writes) if commit else firmware.plan(reads, writes)
         if work.alone_ns:
-            cost.demands.append((medium.route, work.alone_ns * work.share, work.share * NS, latency_ns))
+            job.demands.append((medium.route, work.alone_ns * work.share, work.share * NS, latency_ns))
         if memory == self._own:
-            cost.media_nbytes += work.nbytes
-        cost.fault = cost.fault or work.fault
+            job.media_nbytes += work.nbytes
+        job.fault = job.fault or work.fault
 
     def _ranges(self, segments: Sequence[Segment]) -> Ranges:
         if not segments:
@@ -231,19 +242,6 @@ class Costs:
         route = Route(demands, self._fabric.flows.capacity, self._profile.weight, legs)
         self._transfers[source, target] = (route, latency_ns, on_firmware)
         return self._transfers[source, target]
-
-    def _move(self, demands: list[Demand], memory: str, access: str, nbytes: int) -> None:
-        """Add the flow of a kernel's reads or writes on one memory."""
-        if not nbytes:
-            return
-        key = (memory, access)
-        if key not in self._rows:
-            reach = self._reach[memory]
-            units, legs = (reach.read, reach.read_legs) if access == "read" else (reach.write, reach.write_legs)
-            route = Route(units, self._fabric.flows.capacity, self._profile.weight, legs)
-            self._rows[key] = (route, reach.latency_ns)
-        route, latency_ns = self._rows[key]
-        demands.append((route, nbytes, FAR, latency_ns))
 
     def _ceiling(self, reach: Reach, write: bool) -> int:
         demands = reach.write if write else reach.read

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tierloop.devices.commands import Command, Launch, Traffic, verb
+from tierloop.devices.commands import Command, Launch, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
@@ -101,7 +101,7 @@ class EmulatedDevice:
         self._info: DeviceInfo | None = None
         self._costs: list[Costs] = []
         self._grids: dict[str, int] = {}
-        self._has_sram = isinstance(self.firmware, PnmModel)
+        self._strict = isinstance(self.firmware, PnmModel)
         self._jobs: dict[Completion, Job] = {}
         self._closed = False
         depth = max((e.depth for e in profile.executors), default=1)
@@ -147,8 +147,7 @@ class EmulatedDevice:
             raise OutOfRange(self._name, "free", f"{region} is not a region of this device")
         if any(uses(region) for uses in self._fabric.users):
             raise Busy(self._name, "free", f"{region} is named by a command that has not ended")
-        address = self._store.address(region)
-        self._store.free(region)
+        address = self._store.free(region)
         if self.firmware is not None:
             self.firmware.trim(address, region.nbytes)
 
@@ -156,7 +155,9 @@ class EmulatedDevice:
         """Queue a command. Raises OutOfRange, Misaligned, Unsupported, Busy or Gone."""
         if self._closed:
             raise Gone(self._name, verb(command), "the device is closed")
-        traffic = self._check(command, queue)
+        traffic = check(self._info or self.info, command, queue, self._fabric.regions)
+        if self._strict:
+            self._check_media(command)
         return self._queues.submit(command, queue, after, traffic)
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
@@ -165,7 +166,8 @@ class EmulatedDevice:
         Commands that are queued before it are not counted; what other commands that are under way take is. Under the
         virtual clock the margin is 0, on the wall clock it is what a valid run may overrun.
         """
-        traffic = self._check(command, queue)
+        traffic = check(self.info, command, queue, self._fabric.regions)
+        self._check_media(command)
         cost = self._costs[queue].of(command, traffic, commit=False)
         now = self._clock.now()
         duration = self._fabric.predict(cost.demands, now) + cost.fixed_ns - now
@@ -196,18 +198,10 @@ class EmulatedDevice:
                 if self._store is not None:
                     self._store.close()
 
-    def _check(self, command: Command, queue: int) -> Traffic:
-        info = self._info
-        if info is None:
-            info = self.info
-        traffic = check(info, command, queue, self._fabric.regions)
+    def _check_media(self, command: Command) -> None:
+        """What `check` does not know of: the grids of memories, and the SRAM of a PNM's engines."""
         for memory, grid in self._grids.items():
-            check_alignment(info, command, memory, grid)
-        if self._has_sram:
-            self._check_sram(command)
-        return traffic
-
-    def _check_sram(self, command: Command) -> None:
+            check_alignment(self.info, command, memory, grid)
         if isinstance(command, Launch) and isinstance(self.firmware, PnmModel):
             queries = sum(s.spans.nbytes for s in command.reads[0]) if len(command.reads) > 1 else 0
             wrong = self.firmware.too_large(queries, sum(s.spans.nbytes for o in command.writes for s in o))
@@ -217,12 +211,11 @@ class EmulatedDevice:
     # -- carrying out -------------------------------------------------------------------------------------------
 
     def _start(self, completion: Completion) -> None:
-        cost = self._costs[completion.queue].of(completion.command, completion.traffic, True)
-        job = Job(completion, cost, self._due)
-        if cost.fault or not self._numerics.needed(completion.command, completion.traffic.phantom):
-            job.outcome = (cost.flops, None)
+        job = self._costs[completion.queue].of(completion.command, completion.traffic, True)
+        if job.idle or job.fault or completion.traffic.phantom:
+            job.outcome = (job.flops, None)
         self._jobs[completion] = job
-        self._fabric.begin(job, completion.started_ns)
+        self._fabric.begin(job, completion, self._due)
         if self._promises is not None and job.outcome is None:
             job.future = self._numerics.begin(
                 self._name,
@@ -232,32 +225,29 @@ class EmulatedDevice:
 
     def _due(self, job: Job) -> None:
         """The job's time has come; on the wall clock its work may still be on a thread, and `_computed` goes on."""
+        completion = job.completion
         if job.outcome is None:
             if job.future is not None:
                 return
-            job.outcome = self._numerics.now(self._name, job.completion.command)
-        self._finish(job)
-
-    def _computed(self, job: Job, outcome: Outcome) -> None:
-        job.outcome = outcome
-        if job.over and job.completion in self._jobs:
-            self._finish(job)
-
-    def _finish(self, job: Job) -> None:
-        completion, cost = job.completion, job.cost
+            job.outcome = self._numerics.now(self._name, completion.command)
         del self._jobs[completion]
         completion.flops, error = job.outcome
-        if cost.fault:
-            error = MediaError(self._name, verb(completion.command), cost.fault)
-        if cost.media_nbytes:
+        if job.fault:
+            error = MediaError(self._name, verb(completion.command), job.fault)
+        if job.media_nbytes:
             own = completion.traffic.read.get(self._name, 0) + completion.traffic.written.get(self._name, 0)
-            completion.media_nbytes = cost.media_nbytes if cost.media_nbytes != own else 0
+            completion.media_nbytes = job.media_nbytes if job.media_nbytes != own else 0
         self._fabric.settle(job)
         if self._promises is not None:
             now = self._clock.now()
             completion.overrun_ns = max(now - job.due, 0)
             self._promises.ended(completion, now)
         self._queues.finish(completion, error)
+
+    def _computed(self, job: Job, outcome: Outcome) -> None:
+        job.outcome = outcome
+        if job.over and job.completion in self._jobs:
+            self._due(job)
 
     def _alive(self, op: str) -> None:
         if self._closed:
@@ -294,6 +284,7 @@ class EmulatedDevice:
             medium = self._fabric.media.get(memory)
             if medium is not None and medium.profile.alignment > 1:
                 self._grids[memory] = medium.profile.alignment
+                self._strict = True
         memories: tuple[MemoryInfo, ...] = ()
         if profile.memory is not None:
             memory_profile = profile.memory

@@ -119,14 +119,35 @@ Work on a route with links is bytes. (A plain tuple: a named one costs 0.4 µs m
 """
 
 
-class Cost:
-    """What a command is made of: flows, and `fixed_ns` after all of them.
+class Job:
+    """A command: what it costs, made by costs.py, and what becomes of it once `Fabric.begin` has begun it.
 
-    `flops` is what its kernel computes, `media_nbytes` what firmware-run media of the executor's device move, `fault`
-    why it will fail ("" if it will not).
+    `demands` are its flows, and `fixed_ns` comes after all of them. `flops` is what its kernel computes, `media_nbytes`
+    what firmware-run media of the executor's device move, `fault` why it will fail ("" if it will not), `idle` that it
+    has nothing to move or compute. It is `due` when the last flow has ended and its latency has passed, and `over` when
+    its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it.
     """
 
-    __slots__ = ("demands", "fault", "fixed_ns", "flops", "media_nbytes")
+    __slots__ = (
+        "completion",
+        "demands",
+        "due",
+        "end",
+        "event",
+        "fault",
+        "fixed_ns",
+        "flops",
+        "flows",
+        "future",
+        "idle",
+        "media_nbytes",
+        "outcome",
+        "over",
+    )
+
+    completion: Completion
+    end: Callable[[Job], None]
+    due: int
 
     def __init__(self, demands: list[Demand], fixed_ns: int, flops: int = 0) -> None:
         self.demands = demands
@@ -134,33 +155,26 @@ class Cost:
         self.flops = flops
         self.media_nbytes = 0
         self.fault = ""
-
-
-class Job:
-    """A command under way. `end` is called once, on the clock's thread, when it is due (`over` is set by then).
-
-    `future` and `outcome` are its device's: the work on a thread, and what became of it.
-    """
-
-    __slots__ = ("completion", "cost", "due", "end", "event", "flows", "future", "outcome", "over")
-
-    def __init__(self, completion: Completion, cost: Cost, end: Callable[[Job], None]) -> None:
-        self.completion = completion
-        self.cost = cost
-        self.end = end
+        self.idle = False
         self.flows: list[Flow] = []
-        self.due = 0
         self.event = FAR
         self.over = False
         self.future: Any = None
         self.outcome: Any = None
 
 
+class Regions(dict[Region, NDArray[np.uint8] | None]):
+    """The bytes of live emulated regions (None: phantom); for others, the host's own mapping of them."""
+
+    def __missing__(self, region: Region) -> NDArray[np.uint8] | None:
+        return region.view
+
+
 class Fabric:
     """Shared by all emulated devices of a site; get it with `Fabric.of(site)`.
 
-    `media` holds the open memories by name and `regions` their live regions; each of `users` says whether a device has
-    a command under way that names a region.
+    `media` holds the open memories by name and `regions` the bytes of their live regions; each of `users` says whether
+    a device has a command under way that names a region.
     """
 
     def __init__(self, site: Site, topology: Topology) -> None:
@@ -170,7 +184,7 @@ class Fabric:
         self.dilation = topology.dilation
         self.flows = Flows(topology.dilation)
         self.media: dict[str, Medium] = {}
-        self.regions: set[Region] = set()
+        self.regions = Regions()
         self.links = {name: Link(spec, self.flows, site.clock) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []
         self._tick_at = FAR
@@ -195,24 +209,27 @@ class Fabric:
             legs.append((self.links[name], direction if write else back))
         return tuple(legs)
 
-    def begin(self, job: Job, now: int) -> None:
-        """Start a job's flows at `now`; its `end` is called when it is due."""
+    def begin(self, job: Job, completion: Completion, end: Callable[[Job], None]) -> None:
+        """Start a job's flows when its command has started; `end` is called on the clock's thread when it is due."""
+        now = due = completion.started_ns
+        job.completion = completion
+        job.end = end
         flows = self.flows
         if flows.shared:
             flows.advance(now)
             self._follow(now)
-        due = now
-        for route, work, cap, latency_ns in job.cost.demands:
+        for route, work, cap, latency_ns in job.demands:
             flow = flows.arrive(now, work, route, cap, latency_ns, job)
             job.flows.append(flow)
-            if flow.finish + latency_ns > due:
-                due = flow.finish + latency_ns
+            finish = flow.finish
+            if finish + latency_ns > due:
+                due = finish + latency_ns
             for link, _ in route.legs:
-                link.extend(now, flow.finish)
+                link.extend(now, finish)
         if flows.moved:
             self._follow(now)
         else:
-            job.due = job.event = due + job.cost.fixed_ns
+            job.due = job.event = due + job.fixed_ns
             self.clock.call_at(job.due, self._fire, job)
         if flows.shared:
             self._watch()
@@ -243,13 +260,6 @@ class Fabric:
             for link, _ in flow.route.legs:
                 link.revise(self.flows, now)
         self._follow(now)
-
-    def bytes_of(self, region: Region) -> NDArray[np.uint8]:
-        """The bytes of a region, emulated or the host's own: uint8 (nbytes,)."""
-        medium = self.media.get(region.memory)
-        array = region.view if medium is None else medium.store.bytes_of(region)
-        assert array is not None, f"{region} has bytes: submit has made sure"
-        return array
 
     def settle(self, job: Job) -> None:
         """Count what an ended job has moved over links, and let go of it: a circle of references would live on."""
@@ -287,7 +297,7 @@ class Fabric:
             if flow.owner is not None and not flow.owner.over:
                 jobs[flow.owner] = None
         for job in jobs:
-            job.due = max(flow.finish + flow.latency_ns for flow in job.flows) + job.cost.fixed_ns
+            job.due = max(flow.finish + flow.latency_ns for flow in job.flows) + job.fixed_ns
             if job.due < job.event:
                 job.event = job.due
                 self.clock.call_at(job.due, self._fire, job)

@@ -13,9 +13,8 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write, verb
+from tierloop.devices.commands import Command, Copy, Launch, Read, Write, verb
 from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Timeout
-from tierloop.devices.kernels.contract import Dense
 from tierloop.emulators.fabric import Fabric
 
 SMALL_NBYTES = 32 << 10
@@ -29,7 +28,7 @@ class Numerics:
     """Runs commands against the bytes of the fabric's memories; shared by the devices of a site."""
 
     def __init__(self, fabric: Fabric) -> None:
-        self._fabric = fabric
+        self._bytes_of = fabric.regions.__getitem__
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._pool: ThreadPoolExecutor | None = None
         self._kernels: tuple[Callable[..., int], Callable[..., None]] | None = None
@@ -45,13 +44,6 @@ class Numerics:
         numerics = shared["numerics"]
         assert isinstance(numerics, Numerics)
         return numerics
-
-    @staticmethod
-    def needed(command: Command, phantom: bool) -> bool:
-        """Whether there is anything to do but to let time pass."""
-        if phantom or isinstance(command, Flush):
-            return False
-        return not (isinstance(command, Launch) and isinstance(command.args, Dense) and command.args.function is None)
 
     def now(self, device: str, command: Command) -> Outcome:
         """Carry a command out on this thread."""
@@ -90,8 +82,8 @@ class Numerics:
         run, copy_bytes = self._kernels or self._load()
         try:
             if isinstance(command, Launch):
-                return run(command, self._fabric.bytes_of, threads), None
-            copy_bytes(command, self._fabric.bytes_of)
+                return run(command, self._bytes_of, threads), None
+            copy_bytes(command, self._bytes_of)
             return 0, None
         except DeviceError as error:
             return 0, error

@@ -21,13 +21,14 @@ from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.errors import OutOfMemory, OutOfRange
 from tierloop.devices.regions import Region
 
+Bytes = NDArray[np.uint8]
 _HUGE = 1 << 21
 
 
 class Store:
     """The regions of one memory. `used` counts bytes of live regions, rounded up to the grid.
 
-    `live` is the set of live regions that several stores have in common.
+    `live` maps the live regions of several stores to their bytes, uint8 (nbytes,), or None where they are phantom.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Store:
         grid: int,
         addressed: bool,
         backing: Path | None = None,
-        live: set[Region] | None = None,
+        live: dict[Region, Bytes | None] | None = None,
     ) -> None:
         self.name = name
         self.capacity = capacity
@@ -45,10 +46,9 @@ class Store:
         self._grid = grid
         self._extents = Extents(capacity, grid) if addressed else None
         self._backing = backing
-        self._live = set() if live is None else live
+        self._live = {} if live is None else live
         self._next_id = 0
-        self._bytes: dict[Region, NDArray[np.uint8] | None] = {}
-        self._addresses: dict[Region, int] = {}
+        self._mine: dict[Region, int] = {}
 
     def alloc(self, nbytes: int, phantom: bool) -> Region:
         """Allocate zeroed bytes. Raises OutOfRange or OutOfMemory."""
@@ -73,48 +73,43 @@ class Store:
             )
         region = Region(self.name, self.name, self._next_id, nbytes, phantom)
         try:
-            self._bytes[region] = None if phantom else self._map(nbytes)
+            self._live[region] = None if phantom else self._map(nbytes)
         except (OSError, MemoryError, ValueError) as error:
             if self._extents is not None:
                 self._extents.give(address, nbytes)
             raise OutOfMemory(
                 self.name, "alloc", f"{nbytes} bytes: the host has nothing to back them with: {error}"
             ) from error
-        self._live.add(region)
+        self._mine[region] = address
         self._next_id += 1
         self.used += size
-        if self._extents is not None:
-            self._addresses[region] = address
         return region
 
-    def free(self, region: Region) -> None:
-        """Give a region back. Raises OutOfRange if it is not of this store or freed already."""
-        if region not in self._bytes:
+    def free(self, region: Region) -> int:
+        """Give a region back; returns where it began. Raises OutOfRange if it is not of this store or freed already."""
+        if region not in self._mine:
             raise OutOfRange(self.name, "free", f"{region} is not a region of this device, or is freed")
-        del self._bytes[region]
-        self._live.discard(region)
+        address = self._mine.pop(region)
+        del self._live[region]
         region.freed = True
         self.used -= self._size(region.nbytes)
         if self._extents is not None:
-            self._extents.give(self._addresses.pop(region), region.nbytes)
-
-    def bytes_of(self, region: Region) -> NDArray[np.uint8] | None:
-        """A region's bytes, uint8 (nbytes,); None if it is phantom or not of this store."""
-        return self._bytes.get(region)
+            self._extents.give(address, region.nbytes)
+        return address
 
     def address(self, region: Region) -> int:
-        """Where a region begins on the medium; 0 where addresses mean nothing."""
-        return self._addresses.get(region, 0)
+        """Where a live region of this store begins on the medium; 0 where addresses mean nothing."""
+        return self._mine[region]
 
     def close(self) -> None:
         """Free everything."""
-        for region in list(self._bytes):
+        for region in list(self._mine):
             self.free(region)
 
     def _size(self, nbytes: int) -> int:
         return -(-nbytes // self._grid) * self._grid
 
-    def _map(self, nbytes: int) -> NDArray[np.uint8]:
+    def _map(self, nbytes: int) -> Bytes:
         if self._backing is None:
             memory = mmap.mmap(-1, nbytes)
             if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -9,6 +9,9 @@ compares with an analytic bound that needs no tuning (u = 2⁻²⁴, unit roundo
 
 where B is the number of splits that are merged. Derivation: first-order rounding analysis of the un-normalised states,
 each merge adding a constant number of roundings.
+
+Products are einsums and not `@`: matrices this small gain nothing from a threaded BLAS, whose threads spin for each
+other where the host is busy (a check of 15 steps of 2 layers at 4,096 rows: 0.28 s instead of 4.7 s of CPU time).
 """
 
 from __future__ import annotations
@@ -107,14 +110,14 @@ class Recorder:
         group = slice(head * shape.group, (head + 1) * shape.group)
         query, output = step.query[group].astype(np.float64), step.output[group].astype(np.float64)
         keys, values = keys[:visible], values[:visible]
-        logits = self._scale * (query @ keys.T)
-        dense = _softmax(logits) @ values
+        logits = self._scale * np.einsum("gd,nd->gn", query, keys)
+        dense = np.einsum("gn,nd->gd", _softmax(logits), values)
         if step.attended is None:
             expected = dense
             bound = self._bound(query, logits, keys, values)
         else:
             chosen = _positions(step.attended[head], shape.block_tokens, visible)
-            expected = _softmax(logits[:, chosen]) @ values[chosen]
+            expected = np.einsum("gn,nd->gd", _softmax(logits[:, chosen]), values[chosen])
             bound = self._bound(query, logits[:, chosen], keys[chosen], values[chosen])
         error = np.abs(output - expected)
         ratio = error / bound
@@ -127,11 +130,11 @@ class Recorder:
     def _bound(self, query: Float64, logits: Float64, keys: Float64, values: Float64) -> Float64:
         shape = self._shape
         top = logits.max(axis=1, keepdims=True)
-        ds = (shape.head_dim + 2) * U * self._scale * (np.abs(query) @ np.abs(keys).T)
+        ds = (shape.head_dim + 2) * U * self._scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
         ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
         merges = -(-len(keys) // shape.split_tokens)
         factor = 2 * ds.max(axis=1, keepdims=True) + (2 * shape.split_tokens + 8 * merges + 16) * U
-        bound: Float64 = factor * (_softmax(logits) @ np.abs(values))
+        bound: Float64 = factor * np.einsum("gn,nd->gd", _softmax(logits), np.abs(values))
         return np.maximum(bound, np.finfo(np.float32).tiny)
 
 

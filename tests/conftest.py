@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
+
+# One cache of compiled kernels per worker: processes that write one at the same time corrupt it (numba 4807, 9348).
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache" / "numba" / _WORKER))
 
 settings.register_profile("dev", max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -475,6 +476,56 @@ def test_a_copy_of_one_span_onto_itself_shifted_is_right() -> None:
     memory = region(np.arange(20, dtype=np.uint8))
     copy_bytes(Copy(memory.at(0, 10), memory.at(4, 10)), bytes_of)
     assert bytes_of(memory)[4:14].tolist() == list(range(10))
+
+
+# -- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_a_root_is_cut_at_tree_nodes_when_more_threads_want_work() -> None:
+    from tierloop.devices.kernels.plan import HIGH, LOW, SPLIT, Rows
+
+    spans = np.array([[0, 5000]], dtype=np.int64)
+    rows = Rows(np.array([[0, 0, 40]], dtype=np.int64), spans, 1, 1, 1)
+    root = np.array([[0, 0, 10, 0]], dtype=np.int64)
+    alone, partials = rows.pieces(root, 16, threads=1)
+    assert (len(alone), partials) == (1, 0)
+    pieces, partials = rows.pieces(root, 16, threads=2)
+    assert partials == len(pieces) >= 4
+    assert pieces[0, LOW] == 0
+    assert pieces[-1, HIGH] == 5000
+    assert (pieces[1:, LOW] == pieces[:-1, HIGH]).all()
+    # The first row is at position 40; every cut is at the border of a split.
+    assert ((pieces[1:, LOW] + 40) == pieces[1:, SPLIT] * 16).all()
+
+
+def test_shared_work_runs_on_all_threads_and_errors_come_back() -> None:
+    from tierloop.devices.kernels.pool import share
+
+    together = threading.Barrier(3, timeout=30)
+    share(3, together.wait)
+    main = threading.get_ident()
+    begun = threading.Barrier(2, timeout=30)
+
+    def fails_elsewhere() -> None:
+        begun.wait()
+        if threading.get_ident() != main:
+            raise ZeroDivisionError("there")
+
+    with pytest.raises(ZeroDivisionError, match="there"):
+        share(2, fails_elsewhere)
+
+
+def test_shares_of_many_threads_at_once_all_end() -> None:
+    from tierloop.devices.kernels.pool import share
+
+    done: list[int] = []
+    callers = [threading.Thread(target=share, args=(3, lambda: done.append(1))) for _ in range(8)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    assert not any(caller.is_alive() for caller in callers)
+    assert len(done) >= 8
 
 
 # -- other machines -------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class ProgressLines:
     EVERY_S = 10.0
 
     def __init__(self) -> None:
+        self._begun = time.monotonic()
         self._stage = ""
         self._said = 0.0
         self._over = False
@@ -90,7 +91,7 @@ class ProgressLines:
         now = time.monotonic()
         if stage != self._stage or now - self._said >= self.EVERY_S or (done == total and not self._over):
             self._stage, self._said, self._over = stage, now, done == total
-            print(f"{stage}: {done}/{total}", file=sys.stderr, flush=True)
+            print(f"{now - self._begun:5.0f} s  {stage}: {done}/{total}", file=sys.stderr, flush=True)
 
 
 class ProgressBar:

@@ -258,6 +258,9 @@ def work_on_pieces(
                         runs, first_row, run, row + n, high, split_tokens, key_base, key_spans, key_nbytes, value_base,
                         value_spans, value_nbytes, keys[later], values[later], positions[later],
                     )  # fmt: skip
+                # The processor finds the next keys of a dense run by itself; scattered ones are asked for.
+                reach = keys[later, num_later - 1] - keys[later, 0] if num_later else 0
+                num_asked = 0 if reach == (num_later - 1) * key_nbytes else num_later
                 any_visible = n
                 visible[:] = n
                 if given_logits == 0:
@@ -267,7 +270,7 @@ def work_on_pieces(
                         dots_of_block(
                             dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries,
                             keys[now].ctypes.data, any_visible, head_dim, scale, logits, logit_stride,
-                            values[now].ctypes.data, value_nbytes, keys[later].ctypes.data, num_later,
+                            values[now].ctypes.data, value_nbytes, keys[later].ctypes.data, num_asked,
                         )  # fmt: skip
                     else:
                         source = given_logits + 4 * (row * all_queries + q)

@@ -64,7 +64,7 @@ test-matrix: $(MATRIX:%=test-matrix-%) ## the adapter's tests on every supported
 .PHONY: $(MATRIX:%=test-matrix-%)
 $(MATRIX:%=test-matrix-%): test-matrix-%: venv
 	$(PYTHON) -m venv --without-pip .venv-transformers-$*
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$(.venv-transformers-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	$(PYTHON) -m pip --disable-pip-version-check --python .venv-transformers-$*/bin/python install --quiet \
 	  -c constraints.txt $(if $(filter newest,$*),--upgrade transformers,'transformers==$*.*')

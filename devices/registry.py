@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -304,13 +305,13 @@ def _offers(group: str) -> dict[str, list[importlib.metadata.EntryPoint]]:
     if group not in GROUPS:
         raise ConfigurationError(f"unknown group {group!r}; {nearest(group, list(GROUPS))}")
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for point in _entry_points(GROUPS[group]):
+    for point in _entry_points(GROUPS[group], tuple(sys.path)):
         found.setdefault(point.name, []).append(point)
     return found
 
 
-@cache  # 10 ms a call, and packages do not change while a process runs
-def _entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+@cache  # 10 ms a call, and what is installed does not change while a process runs, only where it looks
+def _entry_points(group: str, _: tuple[str, ...]) -> list[importlib.metadata.EntryPoint]:
     return list(importlib.metadata.entry_points(group=group))
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tierloop.devices.drivers.reference import open_reference
 
+from tierloop.devices.drivers.reference import open_reference
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.site import Site
 from tierloop.runtime.blocks import OPEN, SEALED, BlockTable, K, KVShape, Pool, TierTooSmall, V, join

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.timed_device import Bench
 
+from tests.timed_device import Bench
 from tierloop.devices.commands import Flush, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import DeviceError, MediaError

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tierloop.devices.drivers.null import open_null
 
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Write
 from tierloop.devices.completion import Completion
+from tierloop.devices.drivers.null import open_null
 from tierloop.devices.errors import Timeout
 from tierloop.devices.site import Site
 from tierloop.runtime.loop import Loop, Task, all_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.timed_device import Bench
 
+from tests.timed_device import Bench
 from tierloop.devices.commands import Launch
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import MediaError

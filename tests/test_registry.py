@@ -44,8 +44,8 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     more: list[EntryPoint] = []
     installed = registry._entry_points
 
-    def entry_points(group: str) -> list[EntryPoint]:
-        return installed(group) + [p for p in more if p.group == group]
+    def entry_points(group: str, where: tuple[str, ...]) -> list[EntryPoint]:
+        return installed(group, where) + [p for p in more if p.group == group]
 
     def add(distribution: str, name: str, value: str, group: str = "tierloop.devices") -> None:
         more.append(Offered.by(distribution, name, value, group))

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else GOOD
     except Stopped as stopped:
-        return _fail(stopped.code, "interrupted; no output was written")
+        return _fail(stopped.code, "interrupted")
     except Exception as error:
         code = exit_code(error)
         if code is not None:

@@ -185,7 +185,8 @@ def test_remarks_name_notes_guesses_and_failures() -> None:
     lines = remarks(comparison(replace(ANSWERED, max_error=1.0, notes=("GPU memory raised",)), SPARSE))
     assert "split-all: GPU memory raised" in lines
     assert "dilated" in remarks(comparison(replace(ANSWERED, notes=("dilated",)), replace(SPARSE, notes=("dilated",))))
-    assert any("emu:cxl: latency" in line for line in lines)
+    assert any("1 constant that is assumed" in line for line in lines)
+    assert "emu:cxl: latency" in report("demo", "", [comparison(ANSWERED, SPARSE)], [])
     assert any(line.startswith("FAILED: split-all: error 1 is above its bound") for line in lines)
 
 

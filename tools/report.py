@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from tierloop.runtime.results import Comparison
 from tierloop.tools.plots import plots
-from tierloop.tools.table import USE, agreement, answered, provenance, rate, remarks, use_rows
+from tierloop.tools.table import USE, agreement, answered, guesses, provenance, rate, remarks, use_rows
 
 
 def report(title: str, subtitle: str, comparisons: Sequence[Comparison], failures: Sequence[str]) -> str:
@@ -55,6 +55,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
             for number, row in enumerate(use_rows(result))
         ],
         "remarks": remarks(comparison),
+        "guesses": guesses(comparison),
         "manifest": json.dumps(comparison.manifest, indent=2, ensure_ascii=False) if comparison.manifest else "",
     }
 

@@ -92,11 +92,16 @@ def remarks(comparison: Comparison) -> list[str]:
         if result.invalid:
             more = f" (and {len(result.invalid) - 1} more)" if len(result.invalid) > 1 else ""
             lines.append(f"{result.policy}: INVALID: {result.invalid[0]}{more}")
-    guesses = dict.fromkeys(guess for result in comparison.policies for guess in result.guesses)
-    if guesses:
-        lines.append(f"rests on {len(guesses)} assumed constants: " + "; ".join(guesses))
+    if count := len(guesses(comparison)):
+        are = "constants that are" if count > 1 else "constant that is"
+        lines.append(f"times rest on {count} {are} assumed or unknown; the report and the JSON name them")
     lines += [f"FAILED: {failure}" for failure in comparison.failures]
     return lines
+
+
+def guesses(comparison: Comparison) -> list[str]:
+    """Constants that are assumed or unknown, each once."""
+    return list(dict.fromkeys(guess for result in comparison.policies for guess in result.guesses))
 
 
 def agreement(comparison: Comparison, result: PolicyResult) -> str:
@@ -121,7 +126,9 @@ def provenance(result: PolicyResult) -> str:
 
 
 def rate(result: PolicyResult) -> str:
-    """Tokens per second with three digits."""
+    """Tokens per second with three digits; a dash where no step was decoded."""
+    if not result.step_ns:
+        return "–"
     return f"{result.tokens_per_s:,.0f}" if result.tokens_per_s >= 100 else f"{result.tokens_per_s:.3g}"
 
 

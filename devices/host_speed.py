@@ -4,13 +4,15 @@ On the wall clock an emulated kernel really runs and an emulated transfer really
 faster than the host can only be emulated with all times stretched by a factor σ, the dilation. `smallest_dilation` says
 how large it has to be: every device that computes or moves bytes may be busy all the time, so their demands on the host
 add up. Counted are bytes (attention and decode are limited by bandwidth); work that is limited by arithmetic, such as a
-prefill chunk, may need more, and then the run reports itself as invalid.
+prefill chunk, may need more, and then the run reports itself as invalid. `automatic_dilation` also leaves room for what
+every command costs the host, however small it is: it is handed to a thread, and its end is handed back.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,9 +27,15 @@ from tierloop.devices.regions import Region
 
 HEADROOM_PERCENT = 150
 """What `dilation = "auto"` takes of the smallest dilation: other programs and the runtime itself need the host too."""
+TYPICAL_COMMAND_NS = 50_000
+"""What a command lasts in emulated time where there are many: decode of a 135M-parameter model on the demo's GPU has
+150 of them in 8.4 ms."""
+COMMAND_COST_PERCENT = 2
+"""How much of its time a typical command may overrun by what it costs the host; runs are invalid at 5."""
 
 _ROWS = 1 << 16
 _HEAD_DIM = 64
+_HAND_OVERS = 100
 _TRIES = 25
 """The best of so many, 2 ms each: other programs take the core away for longer than that, but not every time."""
 
@@ -40,6 +48,8 @@ class HostSpeed:
     copy_bytes_per_s: int
     spare_cores: int
     """Cores that can work for emulated devices: one stays with the runtime."""
+    command_ns: int = 0
+    """What handing a command to a thread and its end back to the clock costs."""
 
 
 @cache
@@ -47,7 +57,7 @@ def host_speed() -> HostSpeed:
     """Measure this host (0.3 s; the first call in a new installation also compiles the kernels)."""
     warm_up()
     spare = max(len(os.sched_getaffinity(0)) - 1, 1) if hasattr(os, "sched_getaffinity") else 1
-    return HostSpeed(_attend_speed(), _copy_speed(), spare)
+    return HostSpeed(_attend_speed(), _copy_speed(), spare, _command_cost())
 
 
 def demands(info: DeviceInfo, speed: HostSpeed) -> float:
@@ -58,6 +68,14 @@ def demands(info: DeviceInfo, speed: HostSpeed) -> float:
 def smallest_dilation(infos: Iterable[DeviceInfo], speed: HostSpeed) -> int:
     """The smallest σ at which this host can stand for all of these devices at once."""
     return max(-int(-sum(demands(info, speed) for info in infos) // speed.spare_cores), 1)
+
+
+def automatic_dilation(smallest: int, speed: HostSpeed) -> int:
+    """What `dilation = "auto"` takes where `smallest` is needed: 1 where the host keeps up, otherwise with headroom."""
+    if smallest == 1:
+        return 1
+    for_commands = -(-speed.command_ns * 100 // (COMMAND_COST_PERCENT * TYPICAL_COMMAND_NS))
+    return max(-(-smallest * HEADROOM_PERCENT // 100), for_commands)
 
 
 def _demand(executor: ExecutorInfo, speed: HostSpeed) -> float:
@@ -98,6 +116,20 @@ def _copy_speed() -> int:
     target = np.empty_like(source)
     best = min(_timed(lambda: np.copyto(target, source)) for _ in range(_TRIES))
     return max(source.nbytes * 1_000_000_000 // best, 1)
+
+
+def _command_cost() -> int:
+    """The lower quartile of many hand-overs: what it costs when no other program takes the core away."""
+    clock = WallClock()
+    costs: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(_HAND_OVERS):
+            begun = clock.now()
+            ended: list[None] = []
+            pool.submit(clock.post, ended.append, None)
+            clock.run_until(lambda ended=ended: bool(ended), begun + 1_000_000_000)  # type: ignore[misc]  # bound at once
+            costs.append(clock.now() - begun)
+    return sorted(costs)[len(costs) // 4]
 
 
 def _timed(call: Callable[[], object]) -> int:

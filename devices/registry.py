@@ -30,7 +30,7 @@ from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.hazards import HazardChecker
-from tierloop.devices.host_speed import HEADROOM_PERCENT, demands, host_speed, smallest_dilation
+from tierloop.devices.host_speed import automatic_dilation, demands, host_speed, smallest_dilation
 from tierloop.devices.platform import Platform
 from tierloop.devices.platform_file import DILATIONS, DeviceEntry, LinkSpec, PlatformFile, Topology, read_platform
 from tierloop.devices.site import Site
@@ -273,7 +273,7 @@ def _dilation(
         return 1
     need, fastest = _smallest(file, factories, names)
     if wanted == "auto" and not real:
-        return 1 if need == 1 else -(-need * HEADROOM_PERCENT // 100)
+        return automatic_dilation(need, host_speed())
     sigma = 1 if real or wanted == "auto" else wanted
     if sigma < need:
         allowed = "with a real device it has to be 1, so use slower profiles" if real else f"smallest allowed: {need}"

@@ -51,5 +51,7 @@ class Site:
     links: dict[str, LinkMeter] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
+    restarts: list[Callable[[], None]] = field(default_factory=list)
+    """Called when a new account begins: what was promised is judged from then on."""
     followers: deque[tuple[Callable[[Completion], None], Completion]] = field(default_factory=deque, repr=False)
     settling: bool = field(default=False, repr=False)

@@ -3,7 +3,7 @@
 A command ends at the time that the model says. If the host was not ready then (its kernel was still running, or
 nobody woke up in time), the command *overruns*. A run is invalid, not slow, when on one queue of emulated work the
 overruns add up to more than `LIMIT` of the time between the first start and the last end, and to more than `GRACE_NS`.
-`site.invalid` holds the reasons as they stand after the last completion.
+`site.invalid` holds the reasons as they stand after the last completion; a new account starts without any.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ class Promises:
         self._since: dict[tuple[str, int], int] = {}
         self._over: dict[tuple[str, int], int] = {}
         self._reasons: dict[tuple[str, int], str] = {}
+        site.restarts.append(self.restart)
+
+    def restart(self) -> None:
+        """Judge from now on: an account begins, and what came before it is in no number."""
+        for reason in self._reasons.values():
+            self._site.invalid.remove(reason)
+        self._since.clear()
+        self._over.clear()
+        self._reasons.clear()
 
     def ended(self, completion: Completion, now: int) -> None:
         """A command has ended; `completion.overrun_ns` says by how much it was late."""

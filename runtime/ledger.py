@@ -121,9 +121,11 @@ class Ledger:
             self._fold()
 
     def reset(self) -> None:
-        """Begin a new account at the present time of the clock."""
+        """Begin a new account at the present time of the clock; what emulators promise is judged anew, too."""
         self._fold()
         self._begin()
+        for restart in self._site.restarts:
+            restart()
 
     def _begin(self) -> None:
         self._since = self._site.clock.now()

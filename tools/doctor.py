@@ -67,13 +67,13 @@ def doctor(
 
 def smallest_dilations() -> dict[str, Any]:
     """The smallest σ at which this host can stand for the devices of `demo-wall`, and the σ that `auto` takes."""
-    from tierloop.devices.host_speed import HEADROOM_PERCENT, host_speed, smallest_dilation
+    from tierloop.devices.host_speed import automatic_dilation, host_speed, smallest_dilation
     from tierloop.devices.registry import open_platform
 
     with open_platform(WALL_PLATFORM, clock="virtual") as platform:
         infos = [d.info for d in platform.devices.values() if d.info.provenance == "emulated"]
         smallest = smallest_dilation(infos, host_speed())
-    automatic = smallest if smallest == 1 else -(-smallest * HEADROOM_PERCENT // 100)
+    automatic = automatic_dilation(smallest, host_speed())
     return {"platform": WALL_PLATFORM, "smallest": smallest, "auto": automatic}
 
 

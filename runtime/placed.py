@@ -15,7 +15,9 @@ from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.runtime.blocks import Pool
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.policy import Int64, Policy, Request
+from tierloop.runtime.policy import Int64, Policy, Request, number
+
+LARGEST_WEIGHT = 1e12
 
 
 class Placed(Policy):
@@ -24,13 +26,12 @@ class Placed(Policy):
     def __init__(self, engine: Engine, shares: Mapping[str, float], tail: str) -> None:
         super().__init__(engine)
         known = [m.name for m in engine.memories()]
+        if not isinstance(shares, Mapping):
+            raise ConfigurationError(f"policy {self.name}: shares are a table of memories and weights, not {shares!r}")
         for memory, weight in shares.items():
             if memory not in known:
                 raise ConfigurationError(f"policy {self.name}: no memory {memory!r}: {nearest(memory, known)}")
-            if not weight >= 0:
-                raise ConfigurationError(
-                    f"policy {self.name}: the share of {memory} is {weight}; it must be at least 0"
-                )
+            number(f"policy {self.name}: the share of {memory}", weight, 0, LARGEST_WEIGHT)
         if not sum(shares.values()) > 0:
             raise ConfigurationError(f"policy {self.name}: the shares of all memories are 0")
         self.shares = dict(shares)

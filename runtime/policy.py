@@ -17,6 +17,7 @@ placement, schedule or the order in which devices finish.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -205,6 +206,16 @@ class Policy:
             spans = Spans.equal(table.offset[layer, side, :, :blocks][held], pool.slot_nbytes)
             done.append(self.engine.write(Segment(pool.region, spans), data.reshape(-1)))
         return done
+
+
+def number(what: str, value: Any, low: float, high: float = math.inf) -> float:
+    """A finite number from outside within [low, high]. Raises ConfigurationError that names what it is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{what} is {value!r}; it must be a number")
+    if not low <= value <= high or math.isinf(value):
+        limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise ConfigurationError(f"{what} is {value}; it must be {limit}")
+    return value
 
 
 def check_options(kind: type[Policy], options: dict[str, Any]) -> None:

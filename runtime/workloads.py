@@ -51,7 +51,8 @@ def needle_prompt(
 ) -> Workload:
     """A prompt of `num_tokens` tokens, or as many more as one word takes, with a fact near `depth` (0 start, 1 end).
 
-    `seed` chooses the fact and where in the haystack the text starts.
+    `seed` chooses the fact and where in the haystack the text starts. SmolLM2-135M-Instruct, decoding greedily in
+    float32, gives the answer as its first word: seeds 0 to 4 at depths 0.25, 0.5 and 0.75, and up to 8,000 tokens.
     """
     if not 0 <= depth <= 1:
         raise WorkloadError(f"depth {depth} is outside [0, 1]")
@@ -149,11 +150,11 @@ def _check_fits(model: Model, num_tokens: int, new_tokens: int) -> None:
 
 
 def _words(first: int, num_tokens: int) -> list[str]:
-    """Words of the haystack from its paragraph `first` on, around its end as often as it takes for `num_tokens`."""
+    """As many words as make `num_tokens` tokens or more, from paragraph `first` on and around the end if need be."""
     paragraphs = _paragraphs()
     once = "\n\n".join((*paragraphs[first:], *paragraphs[:first])).split(" ")
     whole = "\n\n".join([" ".join(once)] * (1 + num_tokens // len(once)))  # a word is at least one token
-    return whole.split(" ")
+    return whole.split(" ")[:num_tokens]
 
 
 @cache

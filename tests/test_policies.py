@@ -170,14 +170,23 @@ def test_streaming_refuses_a_second_request_while_it_serves_one() -> None:
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        ("topk-blocks", {"budget": 0.0}, "budget 0.0 must be above 0"),
-        ("topk-blocks", {"budget": 1.5}, "at most 1"),
-        ("topk-blocks", {"recent_blocks": 0}, "recent_blocks 0"),
+        ("topk-blocks", {"budget": 0.0}, "budget is 0; it must be above 0"),
+        ("topk-blocks", {"budget": 1.5}, "budget is 1.5; it must be from 0 to 1"),
+        ("topk-blocks", {"budget": "x"}, "budget is 'x'; it must be a number"),
+        ("topk-blocks", {"budget": float("nan")}, "budget is nan"),
+        ("topk-blocks", {"recent_blocks": 0}, "recent_blocks is 0; it must be at least 1"),
+        ("topk-blocks", {"sink_blocks": 1.5}, "sink_blocks is 1.5; it must be a whole number"),
         ("topk-blocks", {"bugdet": 0.5}, "no option 'bugdet': did you mean 'budget'"),
         ("split-all", {"shares": {"emu:cxi": 1.0}}, "no memory 'emu:cxi': did you mean 'emu:cxl'"),
-        ("split-all", {"shares": {"emu:cxl": -1.0}}, "must be at least 0"),
+        ("split-all", {"shares": {"emu:cxl": -1.0}}, "share of emu:cxl is -1.0; it must be from 0"),
         ("split-all", {"shares": {"emu:cxl": 0.0}}, "shares of all memories are 0"),
-        ("stream-offload", {"percent": {"emu:dram": float("nan")}}, "must be at least 0"),
+        ("split-all", {"shares": {"emu:cxl": float("inf")}}, "share of emu:cxl is inf"),
+        ("split-all", {"shares": {"emu:cxl": 1e308, "emu:dram": 1e308}}, "must be from 0 to 1e\\+12"),
+        ("split-all", {"shares": {"emu:cxl": None}}, "share of emu:cxl is None; it must be a number"),
+        ("split-all", {"shares": {"emu:cxl": True}}, "is True; it must be a number"),
+        ("split-all", {"shares": 3}, "shares are a table of memories and weights, not 3"),
+        ("stream-offload", {"percent": {"emu:dram": float("nan")}}, "share of emu:dram is nan"),
+        ("stream-offload", {"percent": [50]}, "percent is a table"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(policy: str, options: Mapping[str, Any], message: str) -> None:

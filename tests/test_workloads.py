@@ -69,8 +69,8 @@ def test_the_fact_is_hidden_near_its_depth(depth: float, smollm2: Model) -> None
 @pytest.mark.model
 def test_the_same_seed_gives_the_same_prompt_and_another_seed_another(smollm2: Model) -> None:
     assert needle_prompt(smollm2, 500, seed=3) == needle_prompt(smollm2, 500, seed=3)
-    answers = {needle_prompt(smollm2, 100, seed=seed).answer for seed in range(30)}
-    assert len(answers) > 5
+    answers = {needle_prompt(smollm2, 100, seed=seed).answer for seed in range(10)}
+    assert len(answers) > 3
 
 
 def test_the_haystack_knows_nothing_of_the_needles() -> None:

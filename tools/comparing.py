@@ -17,7 +17,7 @@ from tierloop.runtime.results import Comparison
 from tierloop.runtime.trace import TraceRecorder
 from tierloop.tools import options
 from tierloop.tools.console import Results, progress, say
-from tierloop.tools.output import prepare_folder, write_files
+from tierloop.tools.output import OutputError, place_named_twice, prepare_file, write_files
 from tierloop.tools.report import report
 from tierloop.tools.table import policies_table, remarks, use_table
 
@@ -124,9 +124,12 @@ def compare_policies(asked: Asked, policies: Sequence[PolicyRequest], trace: Tra
 
 def prepare_files(*files: Path | None) -> None:
     """See that every file that was asked for can be written, before the work. Raises OutputError."""
-    for file in files:
-        if file is not None:
-            prepare_folder(file.parent)
+    wanted = [file for file in files if file is not None]
+    for file in wanted:
+        prepare_file(file)
+    twice = place_named_twice(wanted)
+    if twice is not None:
+        raise OutputError(f"{twice}: is named for two outputs; give each a file of its own")
 
 
 def leave_files(

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tierloop.tools.output import to_json
+from tierloop.tools.output import OutputError, to_json
 
 WIDTH = 160
 """Columns of output that no terminal limits (a pipe, a file)."""
@@ -74,6 +74,9 @@ def results(as_json: bool) -> Iterator[Results]:
     except BrokenPipeError:  # whoever read has seen enough; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"standard output: cannot be written: {error.strerror or error}") from error
 
 
 class ProgressLines:

@@ -36,26 +36,50 @@ def prepare_folder(folder: Path) -> Path:
     return folder
 
 
+def prepare_file(file: Path) -> Path:
+    """See that a file can be written or replaced, before minutes of work; returns where it truly lies.
+
+    Links are followed; a folder, a device, a pipe or anything else that is no file is refused. Raises OutputError.
+    """
+    place = Path(os.path.realpath(file))
+    if place.is_dir():
+        raise OutputError(f"{file}: is a folder; name a file")
+    if place.exists() and not place.is_file():
+        raise OutputError(f"{file}: is a device or a pipe; name a file")
+    prepare_folder(place.parent)
+    return place
+
+
 def write_files(texts: Mapping[Path, str]) -> None:
     """Write all of these files as UTF-8, or none. Raises OutputError."""
     written: dict[Path, Path] = {}
     place = Path()
+    targets = [(prepare_file(file), text) for file, text in texts.items()]
     try:
-        for place, text in texts.items():
+        for place, text in targets:
             temporary = written[place] = _beside(place)
             with temporary.open("w", encoding="utf-8", errors="replace", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         for place, temporary in written.items():
-            if place.is_dir():
-                raise OutputError(f"{place}: is a folder; name a file")
             os.replace(temporary, place)
     except OSError as error:
         raise _refused(place, error) from error
     finally:
         for temporary in written.values():
             temporary.unlink(missing_ok=True)
+
+
+def place_named_twice(files: list[Path]) -> Path | None:
+    """The first of the files that lies where an earlier one does, links followed; None if all are different."""
+    seen: set[str] = set()
+    for file in files:
+        place = os.path.realpath(file)
+        if place in seen:
+            return file
+        seen.add(place)
+    return None
 
 
 def to_json(value: Any) -> str:

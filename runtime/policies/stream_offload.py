@@ -38,6 +38,8 @@ class StreamOffload(Placed):
             percent = {host: PERCENT["cpu"]}
             for kind in ("cxl", "nvme"):
                 percent |= {m.name: PERCENT[kind] for m in engine.memories(kind)[:1]}
+        if not isinstance(percent, Mapping):
+            raise ConfigurationError(f"stream-offload: percent is a table of memories and percentages, not {percent!r}")
         order = sorted(percent, key=lambda m: m == host)
         super().__init__(engine, {m: percent[m] for m in order}, host)
         self._gpu = engine.dense

@@ -25,7 +25,7 @@ from tierloop.runtime.dtypes import as_stored, from_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import Chosen
 from tierloop.runtime.policies.split_all import SplitAll
-from tierloop.runtime.policy import Batch, Int64, Request
+from tierloop.runtime.policy import Batch, Int64, Request, number
 
 
 class TopkBlocks(SplitAll):
@@ -44,13 +44,15 @@ class TopkBlocks(SplitAll):
         shares: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(engine, shares)
-        if not 0 < budget <= 1:
-            raise ConfigurationError(f"topk-blocks: budget {budget} must be above 0 and at most 1")
-        for option, value in (("sink_blocks", sink_blocks), ("dense_layers", dense_layers)):
-            if value < 0:
-                raise ConfigurationError(f"topk-blocks: {option} {value} must be at least 0")
-        if recent_blocks < 1:
-            raise ConfigurationError(f"topk-blocks: recent_blocks {recent_blocks} must be at least 1, the open block")
+        if number("topk-blocks: budget", budget, 0, 1) == 0:
+            raise ConfigurationError("topk-blocks: budget is 0; it must be above 0 and at most 1")
+        for option, value, low in (
+            ("sink_blocks", sink_blocks, 0),
+            ("recent_blocks", recent_blocks, 1),
+            ("dense_layers", dense_layers, 0),
+        ):
+            if number(f"topk-blocks: {option}", value, low) != int(value):
+                raise ConfigurationError(f"topk-blocks: {option} is {value}; it must be a whole number")
         self.budget = budget
         self.sink_blocks = sink_blocks
         self.recent_blocks = recent_blocks

@@ -3,7 +3,7 @@
 Per layer and micro-batch: `qkv` (norm, projections, rotary positions), attention by the policy, `mlp` (output
 projection and MLP); at the end `head` (norm, logits, argmax). Each stage is a `dense` launch on the device that runs
 the modules, so its time is charged in every kind of time; what crosses to other devices (queries, rows, output) lies
-in that device's memory and moves by commands. The host waits once per step, for the tokens.
+in that device's memory and moves by commands. The host stays one layer ahead, and waits for the tokens of each step.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from tierloop.runtime.prefill import Prefill
 Int64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 ACTIVATION_ITEM = 4
+LAYERS_AHEAD = 1
+"""Layers that are submitted before the one before them has ended. Further ahead, one burst of submissions at the start
+of a step would keep the clock's thread from noticing what falls due meanwhile."""
 
 
 class Decoder:
@@ -70,10 +73,12 @@ class Decoder:
         tokens = torch.tensor([r.tokens[-q_len:] for r in requests])
         positions = np.array([range(len(r.tokens) - q_len, len(r.tokens)) for r in requests], dtype=np.int64)
         shared = _Activations(self._modules, tokens, positions)
-        done: list[Completion] = []
+        ended: list[list[Completion]] = [[]]
         for layer in range(self._engine.shape.num_layers):
-            done = await self._layer(layer, list(requests), positions, shared, done)
-        return await self._head(list(requests), shared, done)
+            ended.append(await self._layer(layer, list(requests), positions, shared, ended[-1]))
+            for completion in ended[-LAYERS_AHEAD - 1]:
+                await completion
+        return await self._head(list(requests), shared, ended[-1])
 
     async def _layer(
         self, layer: int, requests: list[Request], positions: Int64, shared: _Activations, after: list[Completion]

@@ -30,7 +30,7 @@ HEADROOM_PERCENT = 150
 TYPICAL_COMMAND_NS = 50_000
 """What a command lasts in emulated time where there are many: decode of a 135M-parameter model on the demo's GPU has
 150 of them in 8.4 ms."""
-COMMAND_COST_PERCENT = 2
+COMMAND_COST_PERCENT = 1
 """How much of its time a typical command may overrun by what it costs the host; runs are invalid at 5."""
 
 _ROWS = 1 << 16

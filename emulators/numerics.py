@@ -10,6 +10,7 @@ would take longer. Order is safe either way: nothing that comes after a command 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -18,6 +19,9 @@ from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Time
 from tierloop.emulators.fabric import Fabric
 
 SMALL_NBYTES = 32 << 10
+SWITCH_S = 50e-6
+"""How long a thread may keep the interpreter from another. Python's 5 ms would let the runtime, while it submits the
+next commands, hold up the workers that the time of the present ones is running for."""
 CLOSE_TIMEOUT_S = 60
 
 Outcome = tuple[int, DeviceError | None]
@@ -34,6 +38,7 @@ class Numerics:
         self._kernels: tuple[Callable[..., int], Callable[..., None]] | None = None
         if not fabric.clock.virtual:
             self._load()  # a kernel that compiles while its time runs would break the promise
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
     @classmethod
     def of(cls, fabric: Fabric) -> Numerics:

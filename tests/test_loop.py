@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
 
 import numpy as np
 import pytest
@@ -21,17 +20,21 @@ class Sleep:
     """Awaitable: until a time of the clock."""
 
     def __init__(self, clock: VirtualClock, t_ns: int) -> None:
-        self._task: Task[None] = Task(self._nothing())
+        self._done = False
+        self._calls: list[Callable[[Sleep], None]] = []
         clock.call_at(t_ns, self._end)
 
-    async def _nothing(self) -> None:
-        return None
-
     def _end(self) -> None:
-        self._task.advance()
+        self._done = True
+        for call in self._calls:
+            call(self)
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._task.__await__()
+    def on_done(self, call: Callable[[Sleep], None]) -> None:
+        self._calls.append(call)
+
+    def __await__(self) -> Generator[Sleep, None, None]:
+        if not self._done:
+            yield self
 
 
 def test_a_value_comes_back() -> None:

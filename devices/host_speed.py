@@ -39,6 +39,9 @@ _HAND_OVERS = 100
 _TRIES = 25
 """The best of so many, 2 ms each: other programs take the core away for longer than that, but not every time."""
 
+MOST_FOR_COMMANDS = 160
+"""A host that is busy while it is measured would otherwise make a run of seconds last for minutes."""
+
 
 @dataclass(frozen=True)
 class HostSpeed:
@@ -75,7 +78,7 @@ def automatic_dilation(smallest: int, speed: HostSpeed) -> int:
     if smallest == 1:
         return 1
     for_commands = -(-speed.command_ns * 100 // (COMMAND_COST_PERCENT * TYPICAL_COMMAND_NS))
-    return max(-(-smallest * HEADROOM_PERCENT // 100), for_commands)
+    return max(-(-smallest * HEADROOM_PERCENT // 100), min(for_commands, MOST_FOR_COMMANDS))
 
 
 def _demand(executor: ExecutorInfo, speed: HostSpeed) -> float:

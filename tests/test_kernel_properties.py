@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tests import oracle
 from tests.attention_case import Case, Int64, same_bits
-
 from tierloop.devices.kernels.contract import DTYPES
 
 GROUPS = (1, 2, 3, 4, 7, 8, 16)

@@ -9,8 +9,8 @@ import pickle
 from pathlib import Path
 
 import pytest
-from tests.fake_system import FakeSystem
 
+from tests.fake_system import FakeSystem
 from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.errors import (
     Busy,

@@ -92,6 +92,8 @@ def compare(
     `dense` is the shared prefill and reference of an earlier call with the same model and prompt and at least as many
     tokens. Raises ConfigurationError, WorkloadError or a DeviceError.
     """
+    if not policies:
+        raise ConfigurationError("no policy was named; at least one is needed")
     kinds = [find_policy(p.name) for p in policies]
     shape = kv_shape(model, kv_dtype)
     modules = Modules(model.module)

@@ -14,6 +14,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.blocks import TierTooSmall
+from tierloop.runtime.compare import compare
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
 from tierloop.runtime.placed import Placed
@@ -192,6 +193,11 @@ def test_streaming_refuses_a_second_request_while_it_serves_one() -> None:
 def test_options_that_make_no_sense_are_refused(policy: str, options: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         decode(MODEL, [PROMPT[:40]], policy, **options)
+
+
+def test_a_comparison_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no policy was named"):
+        compare(MODEL, tiny_workload(40), lambda _: open_platform(SMALL), [], num_tokens=1)
 
 
 def test_an_unknown_policy_is_answered_with_the_near_names() -> None:

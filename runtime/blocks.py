@@ -173,10 +173,6 @@ class BlockTable:
         state = self.state[layer, :, :, :full]
         state[state == OPEN] = SEALED
 
-    def memory_of(self, layer: int, side: int) -> NDArray[np.int16]:
-        """Pool numbers of a layer's K or V: int16 [head, block], −1 where there is no block."""
-        return self.pool[layer, side, :, : self.num_blocks(layer)]
-
     def num_blocks(self, layer: int) -> int:
         """Blocks in use in a layer."""
         return self.shape.num_blocks(int(self.length[layer]))

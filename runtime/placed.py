@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.runtime.blocks import Pool
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.policy import Int64, Policy, Request, number
+from tierloop.runtime.policy import Batch, Int64, Policy, Request, number
 
 LARGEST_WEIGHT = 1e12
 
@@ -56,21 +57,38 @@ class Placed(Policy):
             pools[memory] = self.engine.pool(memory, homes.count(memory) * per_block)
         request.state["homes"] = np.array([list(pools).index(m) for m in homes], dtype=np.int64)
 
-    def take_staging(self, request: Request, attention: InPlaceAttention) -> None:
-        """Host memory for the request's blocks that nobody attends over. Raises TierTooSmall."""
-        homes = self.homes(request)
-        far = [m for m in dict.fromkeys(homes) if attention.lane(m) is None]
-        if far:
-            request.state["staging"] = attention.staging(sum(homes.count(m) for m in far), far)
-
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         homes = request.state["homes"][blocks]
         return [(pool, blocks[homes == i]) for i, pool in enumerate(request.state["pools"].values())]
 
     async def release(self, request: Request) -> None:
-        pools = [*request.state.get("pools", {}).values()]
-        if "staging" in request.state:
-            pools.append(request.state["staging"])
+        pools = list(request.state.get("pools", {}).values())
         await super().release(request)
         for pool in pools:
             self.engine.drop_pool(pool)
+
+
+class InPlace(Placed):
+    """Base: rows are attended where they lie, and what nobody attends over is staged in host memory."""
+
+    def __init__(self, engine: Engine, shares: Mapping[str, float], tail: str) -> None:
+        super().__init__(engine, shares, tail)
+        self._attention = InPlaceAttention(engine)
+        self._attention.check([*shares, tail])
+
+    async def admit(self, request: Request) -> None:
+        await super().admit(request)
+        homes = self.homes(request)
+        far = [m for m in dict.fromkeys(homes) if self._attention.lane(m) is None]
+        if far:
+            request.state["staging"] = self._attention.staging(sum(homes.count(m) for m in far), far)
+
+    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
+        self.open_blocks(layer, batch)
+        return self._attention.attend(layer, batch, self.append(layer, batch))
+
+    async def release(self, request: Request) -> None:
+        staging = request.state.get("staging")
+        await super().release(request)
+        if staging is not None:
+            self.engine.drop_pool(staging)

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import open_platform
-from tierloop.runtime.blocks import TierTooSmall
-from tierloop.runtime.compare import compare
+from tierloop.runtime.blocks import BlockTable, TierTooSmall
+from tierloop.runtime.compare import compare, kv_shape
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.placed import Placed
-from tierloop.runtime.policy import Batch, Request
+from tierloop.runtime.placed import InPlace
+from tierloop.runtime.policies.stream_offload import StreamOffload
+from tierloop.runtime.policy import Request
 
 from .decoding import SMALL, Decoded, decode, dense_of
 from .tiny import tiny_model, tiny_workload
@@ -89,7 +88,7 @@ def test_blocks_larger_than_splits_change_nothing(split: int) -> None:
     assert larger.outputs.tobytes() == plain.outputs.tobytes()
 
 
-class Scattered(Placed):
+class Scattered(InPlace):
     """Every block on a memory of its own choosing: any split-aligned partition over devices."""
 
     name = "scattered"
@@ -97,19 +96,10 @@ class Scattered(Placed):
     def __init__(self, engine: Engine, homes: list[str], tail: str) -> None:
         super().__init__(engine, {tail: 1.0}, tail)
         self._homes = homes
-        self._attention = InPlaceAttention(engine)
 
     def homes(self, request: Request) -> list[str]:
         default = super().homes(request)
         return self._homes[: request.prompt_tokens // self.shape.block_tokens] + default[len(self._homes) :]
-
-    async def admit(self, request: Request) -> None:
-        await super().admit(request)
-        self.take_staging(request, self._attention)
-
-    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
-        self.open_blocks(layer, batch)
-        return self._attention.attend(layer, batch, self.append(layer, batch))
 
 
 @settings(max_examples=12)
@@ -166,6 +156,30 @@ def test_requests_of_different_lengths_in_one_batch_keep_their_own_tokens(policy
 def test_streaming_refuses_a_second_request_while_it_serves_one() -> None:
     with pytest.raises(ConfigurationError, match="one request at a time"):
         decode(MODEL, [PROMPT[:40], PROMPT[:60]], "stream-offload")
+
+
+def test_a_refused_second_request_leaves_the_first_one_served() -> None:
+    with open_platform(SMALL) as platform:
+        engine = Engine(platform, kv_shape(MODEL))
+        policy = StreamOffload(engine)
+        first, second, third = (Request(name, [1] * 40, 50) for name in ("first", "second", "third"))
+
+        async def admit(request: Request) -> None:
+            request.table = BlockTable(engine.shape, request.max_tokens)
+            try:
+                await policy.admit(request)
+            except ConfigurationError:
+                await policy.release(request)
+                raise
+
+        engine.loop.run(admit(first))
+        for request in (second, third):
+            with pytest.raises(ConfigurationError, match="one request at a time"):
+                engine.loop.run(admit(request))
+        engine.loop.run(policy.release(first))
+        engine.loop.run(admit(third))
+        engine.loop.run(policy.release(third))
+        engine.close()
 
 
 @pytest.mark.parametrize(

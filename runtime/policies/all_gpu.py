@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from tierloop.devices.completion import Completion
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.placed import Placed
-from tierloop.runtime.policy import Batch
+from tierloop.runtime.placed import InPlace
 
 
-class AllGpu(Placed):
+class AllGpu(InPlace):
     """Every row on the GPU, every row attended there."""
 
     name: ClassVar[str] = "all-gpu"
@@ -22,8 +19,3 @@ class AllGpu(Placed):
     def __init__(self, engine: Engine) -> None:
         gpu = engine.memory("gpu")
         super().__init__(engine, {gpu: 1.0}, gpu)
-        self._attention = InPlaceAttention(engine)
-
-    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
-        self.open_blocks(layer, batch)
-        return self._attention.attend(layer, batch, self.append(layer, batch))

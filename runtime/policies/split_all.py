@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tierloop.devices.completion import Completion
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.placed import Placed
-from tierloop.runtime.policy import Batch, Request
+from tierloop.runtime.placed import InPlace
+from tierloop.runtime.policy import Batch
 
 WEIGHTS: dict[str, float] = {"nvme": 1.0, "pnm": 3.0, "cxl": 2.0, "cpu": 2.0, "gpu": 1.5}
 """Default weights by kind of device, slowest first: a demonstration of every path, not a tuned placement."""
 
 
-class SplitAll(Placed):
+class SplitAll(InPlace):
     """Rows on every memory of the platform; `shares` maps memory names to weights (default: by kind of device)."""
 
     name: ClassVar[str] = "split-all"
@@ -32,19 +30,9 @@ class SplitAll(Placed):
             shares = {m: WEIGHTS[kinds[m]] for m in sorted(kinds, key=lambda m: order.index(kinds[m]))}
         tail = engine.dense.memory
         super().__init__(engine, shares, tail)
-        self._attention = InPlaceAttention(engine)
-        self._attention.check([*shares, tail])
-
-    async def admit(self, request: Request) -> None:
-        await super().admit(request)
-        self.take_staging(request, self._attention)
 
     async def layer_input(self, layer: int, batch: Batch) -> None:
         for ahead in (layer, layer + 1):
             if ahead < self.shape.num_layers:
                 for request in batch.requests:
                     self._attention.stage(request, ahead)
-
-    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
-        self.open_blocks(layer, batch)
-        return self._attention.attend(layer, batch, self.append(layer, batch))

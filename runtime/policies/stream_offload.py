@@ -48,13 +48,14 @@ class StreamOffload(Placed):
         for memory in order:
             if engine.mover(memory, self._gpu.memory) is None and engine.mover(memory, host) is None:
                 raise ConfigurationError(f"stream-offload: nobody copies from {memory} to {host}")
+        self._serving: Request | None = None
         self._readers: list[list[Completion]] = [[], []]
         """Who still reads each half of the buffer."""
         self._bounces: list[list[Completion]] = [[], []]
         """Who still reads each half of the host staging buffer."""
 
     async def admit(self, request: Request) -> None:
-        if request.state.get("buffer") is None and self._in_flight(request):
+        if self._serving is not None:
             raise ConfigurationError("stream-offload serves one request at a time; its buffer holds two layers of one")
         await super().admit(request)
         shape = self.shape
@@ -102,15 +103,11 @@ class StreamOffload(Placed):
                 await completion
         kept = [request.state.get(name) for name in ("buffer", "bounce", "states")]
         await super().release(request)
-        self._serving = None
+        if self._serving is request:
+            self._serving = None
         for region in kept:
             if region is not None:
                 self.engine.drop(region)
-
-    _serving: Request | None = None
-
-    def _in_flight(self, request: Request) -> bool:
-        return self._serving is not None and self._serving is not request
 
     def _fetch(self, request: Request, layer: int) -> None:
         """Start copying a layer's stored rows into its half of the buffer, one copy per memory and hop."""

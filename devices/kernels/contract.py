@@ -2,7 +2,12 @@
 
 Shapes are C order. *Rows* of an operand are its spans, end to end over all its segments; a span holds a whole number
 of rows, so a *run* (one span) is a number of consecutive rows. K and V rows hold `head_dim` and `head_dim_v` elements
-of `dtype` (float32, float16, or bfloat16, the 16-bit ones as their bits). Everything else is float32 or int64.
+of `dtype`: float32; float16 or bfloat16, as their bits; int8 or fp8_e4m3, as codes. All else is float32 or int64.
+
+**Codes.** An int8 code is an integer in −127 … 127, an fp8_e4m3 code the OCP 8-bit float of that name (largest 448,
+0x7F and 0xFF are NaN). What a code stands for is code · scale. Keys have a scale for each channel, which is part of the
+queries that a kernel is given: q·(s∘code) = (q∘s)·code. Values have a scale for each row: a V row of codes is followed
+by its scale, one float32 (`value_nbytes`).
 
 **Runs.** `runs` is int64 (n, 3) with the columns (sequence, kv_head, position): span i holds consecutive positions of
 one KV head of one sequence, from `position` on. Runs are sorted by all three columns and do not overlap. Dense, paged
@@ -19,7 +24,16 @@ that a launch returns. Roots cover every given row exactly once. The state of a 
 natural logarithm. The identity is (−inf, 0, 0). A row whose logits are all −inf gives the identity.
 
 **Queries** are float32 (num_sequences, q_len, num_kv_heads * group, head_dim); q head h uses KV head h // group.
-`q_positions`, int64 (num_sequences, q_len), masks: a row at position p counts for a query at position ≥ p only.
+`q_positions`, int64 (num_sequences, q_len), masks: a row at position p counts for a query at position t if p ≤ t and,
+where `window` is not 0, if t − p < window or p < sink_tokens. Of a split, what lies before the first and after the last
+row that counts is not touched; a row between them that does not count has weight 0.
+
+**Logits** are scale · q·k, and, where `softcap` c is not 0, c · tanh(that / c).
+
+**NaN and infinity.** Whatever counts takes part by the rules of IEEE 754: a NaN in a key, or a logit of +inf, makes the
+output of its query NaN; in a value, that of its channel (also where the weight is 0). A logit of −inf has weight 0.
+Nothing else is spoilt: no other query, head or sequence. Quantities that are selected by (`score`, `topk`) sort NaN
+last. Summaries of `score` must be finite.
 
 Devices with the same `Arithmetic.microkernel` give the same bits for the same rows, however those are divided into
 runs, segments, launches or threads, as long as the cuts are at split borders.
@@ -27,17 +41,28 @@ runs, segments, launches or threads, as long as the cuts are at split borders.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
-DType = Literal["float32", "float16", "bfloat16"]
-ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+DType = Literal["float32", "float16", "bfloat16", "int8", "fp8_e4m3"]
+Codes = Literal["int8", "fp8_e4m3"]
+ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8_e4m3": 1}
 DTYPES = frozenset(ITEMSIZE)
+CODE_RANGE: dict[str, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
+"""Types whose elements are codes, and the largest code of each."""
+SCALE_NBYTES = 4
+"""Bytes of the scale that follows the codes of a V row."""
+
+
+def value_nbytes(dtype: str, head_dim_v: int) -> int:
+    """Bytes of one V row: its elements, and its scale where they are codes."""
+    return head_dim_v * ITEMSIZE[dtype] + (SCALE_NBYTES if dtype in CODE_RANGE else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +70,7 @@ class Attend:
     """queries × K rows × V rows → states.
 
     reads = (queries, keys, values); writes = (states,): float32 (r, q_len, group, 2 + head_dim_v), in the order of
-    `roots`. Keys and values have the same runs, each with its own segments. logit = scale · q·k.
+    `roots`. Keys and values have the same runs, each with its own segments.
     """
 
     kernel: ClassVar[str] = "attend"
@@ -61,6 +86,9 @@ class Attend:
     runs: Int64
     q_positions: Int64
     roots: Int64
+    window: int = 0
+    sink_tokens: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +109,9 @@ class Logits:
     scale: float
     runs: Int64
     q_positions: Int64
+    window: int = 0
+    sink_tokens: int = 0
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +138,8 @@ class Merge:
 
     reads = (states,): float32 (r, q_len, group, 2 + head_dim_v) with `roots` int64 (r, 4) in any order, no node inside
     another; writes = (output,): float32 (num_sequences, q_len, num_kv_heads * group, head_dim_v), acc / l of the
-    merged state. A query that no row counts for gives zeros.
+    merged state. A query that no row counts for gives zeros. Where `has_sinks`, a second read operand holds a learned
+    sink logit s for each q head, float32 (num_kv_heads * group,): the state (s, 1, 0) is merged in last.
     """
 
     kernel: ClassVar[str] = "merge"
@@ -117,16 +149,17 @@ class Merge:
     q_len: int
     head_dim_v: int
     roots: Int64
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
     """queries × block summaries → one score per block.
 
-    reads = (queries, summaries); runs as for keys, one row per block: `mean` rows are float32 (head_dim), the mean key;
-    `minmax` rows are float32 (2, head_dim), the channel-wise minimum and maximum (Quest's upper bound:
-    Σ_c max(q_c·min_c, q_c·max_c)). writes = (scores,): float32 (rows,), reduced over the query group by `reduce`.
-    q_len is 1.
+    reads = (queries, summaries); runs as for keys, one row per block. `mean` rows are float32 (head_dim), the mean key
+    of a block or the centroid of a cluster: q·mean. `minmax` rows are float32 (2, head_dim), the minimum and maximum
+    of each channel: Σ_c min(q_c, 0)·min_c + max(q_c, 0)·max_c, Quest's upper bound. writes = (scores,): float32
+    (rows,), reduced over the query group by `reduce`. q_len is 1.
     """
 
     kernel: ClassVar[str] = "score"
@@ -161,13 +194,71 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append:
-    """New K or V rows → the open blocks, converted to `dtype` (round to nearest even).
+    """New K or V rows → the open blocks, converted to `dtype` (round to nearest even): float types of 16 or 32 bits.
 
     reads = (rows,): float32; writes = (targets,): the same number of elements in `dtype`.
     """
 
     kernel: ClassVar[str] = "append"
     dtype: DType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantize:
+    """float32 rows of `dim` elements → codes.
+
+    axis "row" (values): reads = (rows,); writes = (targets,), each row its codes and then its scale, which is the
+    largest magnitude of the row / CODE_RANGE, or 1 where that would be 0 or not finite.
+    axis "channel" (keys): reads = (rows, scales), scales float32 (s, dim) > 0; writes = (targets,), codes only; row r
+    uses scales[which[r]], `which` int64 (rows,).
+    code = x / scale, rounded to the nearest, ties to even; magnitudes beyond the largest code become that code. NaN
+    becomes code 0 in int8 and NaN in fp8_e4m3.
+    """
+
+    kernel: ClassVar[str] = "quantize"
+    dtype: Codes
+    dim: int
+    axis: Literal["row", "channel"]
+    which: Int64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dequantize:
+    """Codes → float32 rows: the inverse of `Quantize`, operands likewise; x = code · scale, rounded once.
+
+    axis "row": reads = (rows with their scales,); axis "channel": reads = (codes, scales). writes = (rows,): float32.
+    """
+
+    kernel: ClassVar[str] = "dequantize"
+    dtype: Codes
+    dim: int
+    axis: Literal["row", "channel"]
+    which: Int64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cluster:
+    """K rows → clusters: spherical k-means within segments.
+
+    reads = (keys,), runs as for keys. The rows of each (sequence, kv_head) are cut into segments of `segment_tokens`
+    rows, in their order; a last segment of less than half of that joins the one before. A segment of n rows has
+    c = max(1, n // cluster_tokens) clusters; its centroids begin as rows floor(i · n / c), i < c. Each of `iterations`
+    rounds assigns every row to the centroid with the largest q·c / |c| (dot product with the normalised centroid; the
+    lowest index wins a tie; NaN never wins), then makes each centroid the mean of its rows; one without rows stays.
+    A last assignment follows. writes = (centroids, labels): centroids float32 (clusters, head_dim) in the order of
+    segments, the means of the rows that the last assignment gives them, zeros for one without rows; labels int64
+    (rows,), the centroid of each row, counted over the whole launch.
+    """
+
+    kernel: ClassVar[str] = "cluster"
+    dtype: DType
+    num_sequences: int
+    num_kv_heads: int
+    head_dim: int
+    runs: Int64
+    segment_tokens: int = 8192
+    cluster_tokens: int = 16
+    iterations: int = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,9 +278,12 @@ class Dense:
     function: Callable[[list[NDArray[np.uint8]], list[NDArray[np.uint8]]], None] | None = None
 
 
-KernelArgs = Attend | Logits | Combine | Merge | Score | Topk | Gather | Append | Dense
+KernelArgs = (
+    Attend | Logits | Combine | Merge | Score | Topk | Gather | Append | Quantize | Dequantize | Cluster | Dense
+)
 KERNELS: frozenset[str] = frozenset(
-    {"attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "dense"}
+    {"attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "quantize", "dequantize", "cluster"}
+    | {"dense"}
 )
 
 
@@ -206,8 +300,13 @@ def flops(args: KernelArgs, read_nbytes: list[int]) -> int:
         rows = read_nbytes[1] // (args.head_dim * ITEMSIZE[args.dtype])
         return 2 * rows * args.group * args.q_len * args.head_dim
     if isinstance(args, Combine):
-        rows = read_nbytes[1] // (args.head_dim_v * ITEMSIZE[args.dtype])
+        rows = read_nbytes[1] // value_nbytes(args.dtype, args.head_dim_v)
         return 2 * rows * args.group * args.q_len * args.head_dim_v
+    if isinstance(args, Cluster):
+        # Every round, and the last assignment, meets rows with the centroids of their segment.
+        rows = read_nbytes[0] // (args.head_dim * ITEMSIZE[args.dtype])
+        per_segment = max(1, min(args.segment_tokens, rows) // args.cluster_tokens)
+        return 2 * rows * per_segment * args.head_dim * (args.iterations + 1)
     if isinstance(args, Merge):
         return read_nbytes[0] // 4
     if isinstance(args, Score):
@@ -226,13 +325,24 @@ _READS = {
     "topk": 1,
     "gather": 1,
     "append": 1,
+    "quantize": 1,
+    "dequantize": 1,
+    "cluster": 1,
     "dense": -1,
 }
 
 
 def reads_of(args: KernelArgs) -> int:
     """How many read operands the kernel takes; Dense takes any number (-1)."""
-    return _READS[args.kernel]
+    more = (isinstance(args, Merge) and args.has_sinks) or (
+        isinstance(args, (Quantize, Dequantize)) and args.axis == "channel"
+    )
+    return _READS[args.kernel] + more
+
+
+def writes_of(args: KernelArgs) -> int:
+    """How many write operands the kernel takes; Dense takes any number (-1)."""
+    return -1 if isinstance(args, Dense) else 2 if isinstance(args, Cluster) else 1
 
 
 def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int, int]]) -> str | None:
@@ -243,10 +353,20 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
     need = reads_of(args)
     if need >= 0 and len(reads) != need:
         return f"{args.kernel} takes {need} read operands, got {len(reads)}"
-    if need >= 0 and len(writes) != 1:
-        return f"{args.kernel} takes 1 write operand, got {len(writes)}"
-    if isinstance(args, (Attend, Logits, Combine, Append)) and args.dtype not in ITEMSIZE:
+    if need >= 0 and len(writes) != writes_of(args):
+        return f"{args.kernel} takes {writes_of(args)} write operands, got {len(writes)}"
+    if isinstance(args, (Attend, Logits, Combine, Append, Cluster)) and args.dtype not in ITEMSIZE:
         return f"dtype {args.dtype!r} is not one of {', '.join(sorted(ITEMSIZE))}"
+    if isinstance(args, Append) and args.dtype in CODE_RANGE:
+        return f"append: {args.dtype} has scales; use quantize"
+    if isinstance(args, (Quantize, Dequantize)):
+        wrong = _wrong_codes(args)
+        if wrong is not None:
+            return wrong
+    if isinstance(args, (Attend, Logits)):
+        wrong = _wrong_masks(args)
+        if wrong is not None:
+            return wrong
     expect: list[tuple[str, int, int]] = []
     if isinstance(args, (Attend, Logits)):
         item = ITEMSIZE[args.dtype]
@@ -257,19 +377,21 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         expect.append(("key bytes", reads[1][1], rows * args.head_dim * item))
         if isinstance(args, Attend):
             expect.append(("value spans", reads[2][0], len(args.runs)))
-            expect.append(("value bytes", reads[2][1], rows * args.head_dim_v * item))
+            expect.append(("value bytes", reads[2][1], rows * value_nbytes(args.dtype, args.head_dim_v)))
             expect.append(("state bytes", writes[0][1], state_nbytes(args)))
         else:
             expect.append(("logit bytes", writes[0][1], rows * args.q_len * args.group * 4))
     elif isinstance(args, Combine):
         rows = reads[0][1] // (args.q_len * args.group * 4)
         expect.append(("value spans", reads[1][0], len(args.runs)))
-        expect.append(("value bytes", reads[1][1], rows * args.head_dim_v * ITEMSIZE[args.dtype]))
+        expect.append(("value bytes", reads[1][1], rows * value_nbytes(args.dtype, args.head_dim_v)))
         expect.append(("state bytes", writes[0][1], state_nbytes(args)))
     elif isinstance(args, Merge):
         expect.append(("state bytes", reads[0][1], state_nbytes(args)))
         output = args.num_sequences * args.q_len * args.num_kv_heads * args.group * args.head_dim_v * 4
         expect.append(("output bytes", writes[0][1], output))
+        if args.has_sinks:
+            expect.append(("sink bytes", reads[1][1], args.num_kv_heads * args.group * 4))
     elif isinstance(args, Score):
         row = args.head_dim * 4 * (2 if args.summary == "minmax" else 1)
         expect.append(("queries", reads[0][1], args.num_sequences * args.num_kv_heads * args.group * args.head_dim * 4))
@@ -282,9 +404,41 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         expect.append(("dense bytes", writes[0][1], reads[0][1]))
     elif isinstance(args, Append):
         expect.append(("target bytes", writes[0][1], reads[0][1] // 4 * ITEMSIZE[args.dtype]))
+    elif isinstance(args, (Quantize, Dequantize)):
+        into = isinstance(args, Quantize)
+        floats, codes = (reads[0][1], writes[0][1]) if into else (writes[0][1], reads[0][1])
+        rows = floats // (4 * args.dim)
+        expect.append(("float32 bytes", floats, rows * args.dim * 4))
+        row = args.dim if args.axis == "channel" else value_nbytes(args.dtype, args.dim)
+        expect.append(("code bytes", codes, rows * row))
+        if args.axis == "channel":
+            expect.append(("rows with a scale", len(args.which), rows))
+            expect.append(("scale bytes", reads[1][1], reads[1][1] // (4 * args.dim) * 4 * args.dim))
+    elif isinstance(args, Cluster):
+        rows = reads[0][1] // (args.head_dim * ITEMSIZE[args.dtype])
+        expect.append(("key spans", reads[0][0], len(args.runs)))
+        expect.append(("key bytes", reads[0][1], rows * args.head_dim * ITEMSIZE[args.dtype]))
+        expect.append(("centroid bytes", writes[0][1], writes[0][1] // (4 * args.head_dim) * 4 * args.head_dim))
+        expect.append(("label bytes", writes[1][1], rows * 8))
     for what, got, want in expect:
         if got != want:
             return f"{args.kernel}: {what}: {got} given, {want} needed by the arguments"
+    return None
+
+
+def _wrong_codes(args: Quantize | Dequantize) -> str | None:
+    if args.dtype not in CODE_RANGE:
+        return f"{args.kernel}: dtype {args.dtype!r} is not one of {', '.join(sorted(CODE_RANGE))}"
+    if args.axis not in ("row", "channel"):
+        return f"{args.kernel}: axis {args.axis!r} is not one of row, channel"
+    return None if args.dim > 0 else f"{args.kernel}: dim is {args.dim}; allowed: at least 1"
+
+
+def _wrong_masks(args: Attend | Logits) -> str | None:
+    if args.window < 0 or args.sink_tokens < 0:
+        return f"{args.kernel}: window {args.window}, sink_tokens {args.sink_tokens}; allowed: at least 0"
+    if not 0 <= args.softcap < math.inf:
+        return f"{args.kernel}: softcap is {args.softcap}; allowed: 0 (none), or a positive number"
     return None
 
 

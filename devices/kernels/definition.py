@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.kernels.contract import (
+    CODE_RANGE,
     ITEMSIZE,
     Append,
     Attend,
@@ -24,6 +25,7 @@ from tierloop.devices.kernels.contract import (
     Merge,
     Score,
     Topk,
+    value_nbytes,
 )
 
 Float64 = NDArray[np.float64]
@@ -72,7 +74,32 @@ def numbers(stored: Bytes, dtype: str) -> Float64:
             return stored.view(np.float32).astype(np.float64)
         if dtype == "float16":
             return stored.view(np.float16).astype(np.float64)
+        if dtype == "int8":
+            return stored.view(np.int8).astype(np.float64)
+        if dtype == "fp8_e4m3":
+            return FP8_NUMBERS[stored]
         return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def _fp8_numbers() -> Float64:
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    number = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    number[code & 0x7F == 0x7F] = np.nan
+    return np.where(code & 0x80, -number, number)
+
+
+FP8_NUMBERS = _fp8_numbers()
+"""What each of the 256 fp8_e4m3 codes stands for: float64 (256,)."""
+
+
+def value_rows(stored: Bytes, dtype: str, head_dim_v: int) -> Float64:
+    """V rows as numbers: float64 (rows, head_dim_v); codes times the scale that follows them."""
+    if dtype not in CODE_RANGE:
+        return numbers(stored, dtype).reshape(-1, head_dim_v)
+    rows = stored.reshape(-1, value_nbytes(dtype, head_dim_v))
+    scales = np.ascontiguousarray(rows[:, head_dim_v:]).view(np.float32).astype(np.float64)
+    return numbers(np.ascontiguousarray(rows[:, :head_dim_v]), dtype).reshape(-1, head_dim_v) * scales
 
 
 def encode(exact: Float64, dtype: str) -> Bytes:
@@ -129,7 +156,12 @@ def masked_logits(args: Attend | Logits, queries: Given, keys: Given) -> tuple[R
     k = numbers(keys.bytes, args.dtype).reshape(-1, args.head_dim)
     q = query_rows(args, queries.bytes)[rows.sequence, :, rows.kv_head]
     s = args.scale * np.einsum("rqgd,rd->rqg", q, k)
-    counts = rows.position[:, None] <= args.q_positions[rows.sequence]
+    if args.softcap:
+        s = args.softcap * np.tanh(s / args.softcap)
+    query, row = args.q_positions[rows.sequence], rows.position[:, None]
+    counts = row <= query
+    if args.window:
+        counts &= (query - row < args.window) | (row < args.sink_tokens)
     return rows, np.where(counts[:, :, None], s, -np.inf)
 
 
@@ -159,9 +191,10 @@ def state(s: Float64, v: Float64) -> Float64:
 def attend(args: Attend, queries: Given, keys: Given, values: Given) -> Float64:
     """softmax(scale · q·K)·V, left un-normalised, for each root."""
     rows, s = masked_logits(args, queries, keys)
-    if not np.array_equal(keys.sizes * args.head_dim_v, values.sizes * args.head_dim):
+    key_nbytes = args.head_dim * ITEMSIZE[args.dtype]
+    if not np.array_equal(keys.sizes // key_nbytes * value_nbytes(args.dtype, args.head_dim_v), values.sizes):
         raise ValueError("keys and values have different runs")
-    return states(args, rows, s, numbers(values.bytes, args.dtype).reshape(-1, args.head_dim_v))
+    return states(args, rows, s, value_rows(values.bytes, args.dtype, args.head_dim_v))
 
 
 def logits(args: Logits, queries: Given, keys: Given) -> Float64:
@@ -171,13 +204,16 @@ def logits(args: Logits, queries: Given, keys: Given) -> Float64:
 
 def combine(args: Combine, given: Given, values: Given) -> Float64:
     """The states of logits that were computed elsewhere."""
-    rows = rows_of(args.runs, values.sizes, args.head_dim_v * ITEMSIZE[args.dtype])
+    rows = rows_of(args.runs, values.sizes, value_nbytes(args.dtype, args.head_dim_v))
     s = numbers(given.bytes, "float32").reshape(-1, args.q_len, args.group)
-    return states(args, rows, s, numbers(values.bytes, args.dtype).reshape(-1, args.head_dim_v))
+    return states(args, rows, s, value_rows(values.bytes, args.dtype, args.head_dim_v))
 
 
-def merge(args: Merge, given: Given) -> Float64:
+def merge(args: Merge, given: Given, sinks: Given | None = None) -> Float64:
     """The output acc / l of all states of a sequence and KV head: (num_sequences, q_len, heads, head_dim_v)."""
+    sink = np.full((args.num_kv_heads, args.group), -np.inf)
+    if sinks is not None:
+        sink = numbers(sinks.bytes, "float32").reshape(sink.shape)
     parts = numbers(given.bytes, "float32").reshape(len(args.roots), args.q_len, args.group, 2 + args.head_dim_v)
     ranges = [(s, h, index << level, (index + 1) << level) for s, h, level, index in args.roots.tolist()]
     for (s, h, _, end), (next_s, next_h, start, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False):
@@ -187,9 +223,11 @@ def merge(args: Merge, given: Given) -> Float64:
     for sequence in range(args.num_sequences):
         for kv_head in range(args.num_kv_heads):
             mine = parts[(args.roots[:, 0] == sequence) & (args.roots[:, 1] == kv_head)]
-            m = mine[..., 0].max(axis=0, initial=-np.inf)
-            weight = np.exp(mine[..., 0] - np.where(np.isneginf(m), 0.0, m))[..., None]
+            m = np.maximum(mine[..., 0].max(axis=0, initial=-np.inf), sink[kv_head])
+            shift = np.where(np.isneginf(m), 0.0, m)
+            weight = np.exp(mine[..., 0] - shift)[..., None]
             total = (weight * mine[..., 1:]).sum(axis=0)
+            total[..., 0] += np.exp(sink[kv_head] - shift)
             output[sequence, :, kv_head] = np.divide(
                 total[..., 1:], total[..., :1], out=np.zeros_like(total[..., 1:]), where=total[..., :1] != 0
             )
@@ -197,14 +235,17 @@ def merge(args: Merge, given: Given) -> Float64:
 
 
 def score(args: Score, queries: Given, summaries: Given) -> Float64:
-    """One score per block: q · mean, or Σ_c max(q_c·min_c, q_c·max_c); the best or the sum over the group."""
+    """One score per block: q · mean, or Σ_c min(q_c, 0)·min_c + max(q_c, 0)·max_c; the best or sum over the group."""
     parts = 2 if args.summary == "minmax" else 1
     rows = rows_of(args.runs, summaries.sizes, parts * args.head_dim * 4)
     if (rows.sequence >= args.num_sequences).any() or (rows.kv_head >= args.num_kv_heads).any():
         raise ValueError("a run names a sequence or KV head that does not exist")
     q = query_rows(args, queries.bytes)[rows.sequence, 0, rows.kv_head]
     summary = numbers(summaries.bytes, "float32").reshape(-1, parts, 1, args.head_dim)
-    each = np.max(q[:, None] * summary, axis=1).sum(axis=-1)
+    if parts == 1:
+        each = (q * summary[:, 0]).sum(axis=-1)
+    else:
+        each = (np.minimum(q, 0) * summary[:, 0] + np.maximum(q, 0) * summary[:, 1]).sum(axis=-1)
     return np.asarray(each.max(axis=1) if args.reduce == "max" else each.sum(axis=1))
 
 

@@ -1,8 +1,9 @@
 """Sixteen lanes: the vector arithmetic that fixes the order of every sum, written as LLVM instructions.
 
-Why by hand: the bits of a result must not depend on the compiler's taste, so there is no fast-math, no contraction
-(multiply and add round separately, which every instruction set can do alike) and no vectoriser in the way. LLVM cuts
-a <16 x float> into whatever registers there are (one zmm, two ymm, four xmm) without changing a bit.
+Why by hand: the bits of a result must not depend on the compiler's taste, so there is no fast-math, no contraction by
+the compiler and no vectoriser in the way. Where a product is added to a sum, `fused` says so: it rounds once on every
+machine, in one instruction where there is one and in software (slowly) where there is none. LLVM cuts a <16 x float>
+into whatever registers there are (one zmm, two ymm, four xmm) without changing a bit.
 
 The order of a sum over n elements: element i goes to lane i mod 16, in ascending i; lanes are then added by halving,
 lane j and lane j + 8, + 4, + 2, + 1. A last partial vector is filled up with zeros.
@@ -26,11 +27,15 @@ FLOAT = ir.FloatType()
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
-FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
-"""Codes of the stored types."""
-CODES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
-ITEM = (4, 2, 2)
-"""Bytes of an element, by code."""
+FLOAT32, FLOAT16, BFLOAT16, INT8, FP8 = range(5)
+"""Numbers of the stored types."""
+CODES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16, "int8": INT8, "fp8_e4m3": FP8}
+NUM_TYPES = len(CODES)
+ITEM = (4, 2, 2, 1, 1)
+"""Bytes of an element, by number."""
+
+
+_STORED = (FLOAT, INT16, INT16, ir.IntType(8), ir.IntType(8))
 
 
 def int64(n: int) -> Any:
@@ -59,7 +64,7 @@ def has_feature(context: Any, feature: str) -> bool:
 
 
 def widen(context: Any, builder: Any, dtype: int, raw: Any) -> Any:
-    """Stored elements, as loaded (float32, or the bits of 16-bit floats), as float32: exact."""
+    """Stored elements, as loaded (float32, or the bits of smaller types), as float32: exact; of codes, the codes."""
     if dtype == FLOAT32:
         return raw
     vector = isinstance(raw.type, ir.VectorType)
@@ -70,6 +75,20 @@ def widen(context: Any, builder: Any, dtype: int, raw: Any) -> Any:
     def constant(scalar: Any, x: Any) -> Any:
         return ir.Constant(like(scalar), [x] * raw.type.count if vector else x)
 
+    if dtype == INT8:
+        return builder.sitofp(builder.sext(raw, like(INT32)), like(FLOAT))
+    if dtype == FP8:
+        # 2^(e − 7) · 1.m; where e is 0 there is no leading 1, and 2^−7 · 1.m is taken twice, less 2^−6.
+        bits = builder.zext(raw, like(INT32))
+        magnitude = builder.and_(bits, constant(INT32, 0x7F))
+        shifted = builder.add(builder.shl(magnitude, constant(INT32, 20)), constant(INT32, 120 << 23))
+        normal = builder.bitcast(shifted, like(FLOAT))
+        small = builder.fsub(builder.fadd(normal, normal), constant(FLOAT, 2.0**-6))
+        number = builder.select(builder.icmp_unsigned("<", magnitude, constant(INT32, 8)), small, normal)
+        nan = constant(FLOAT, float("nan"))
+        number = builder.select(builder.icmp_unsigned("==", magnitude, constant(INT32, 0x7F)), nan, number)
+        sign = builder.shl(builder.and_(bits, constant(INT32, 0x80)), constant(INT32, 24))
+        return builder.bitcast(builder.or_(builder.bitcast(number, like(INT32)), sign), like(FLOAT))
     if dtype == FLOAT16 and (has_feature(context, "f16c") or not _is_x86(context)):
         return builder.fpext(builder.bitcast(raw, like(ir.HalfType())), like(FLOAT))
     bits = builder.zext(raw, like(INT32))
@@ -92,13 +111,13 @@ def _is_x86(context: Any) -> bool:
 
 def load_lanes(context: Any, builder: Any, dtype: int, address: Any, count: int = LANES) -> Any:
     """`count` stored elements from an address, as float32."""
-    kind = ir.VectorType(FLOAT if dtype == FLOAT32 else INT16, count)
+    kind = ir.VectorType(_STORED[dtype], count)
     return widen(context, builder, dtype, load(builder, address, kind))
 
 
 def load_one(context: Any, builder: Any, dtype: int, address: Any) -> Any:
     """One stored element as float32."""
-    return widen(context, builder, dtype, load(builder, address, FLOAT if dtype == FLOAT32 else INT16))
+    return widen(context, builder, dtype, load(builder, address, _STORED[dtype]))
 
 
 def spread(builder: Any, x: Any, count: int = LANES) -> Any:
@@ -117,6 +136,16 @@ def counting(builder: Any, start: Any, stop: Any, step: int = 1) -> Iterator[Any
     """A loop: start, start + step, … below stop."""
     with cgutils.for_range_slice(builder, start, stop, int64(step), INT64) as (i, _):
         yield i
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a · b + c, rounded once: vectors or scalars of float32."""
+    kind = a.type
+    suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    name = f"llvm.fma.{suffix}"
+    known = builder.module.globals.get(name)
+    function = known or ir.Function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
+    return builder.call(function, [a, b, c])
 
 
 def whole(builder: Any, n: Any, step: int) -> Any:
@@ -179,14 +208,14 @@ def exponential(builder: Any, x: Any) -> Any:
     Results below 2⁻¹²⁶ are 0: subnormal weights change nothing that float32 can show and are slow to multiply.
     """
     count = int(x.type.count)
-    rounded = builder.fadd(builder.fmul(x, floats(_LOG2_E, count)), floats(_ROUND, count))
+    rounded = fused(builder, x, floats(_LOG2_E, count), floats(_ROUND, count))
     n = builder.fsub(rounded, floats(_ROUND, count))
-    r = builder.fsub(x, builder.fmul(n, floats(_LN2_HIGH, count)))
-    r = builder.fsub(r, builder.fmul(n, floats(_LN2_LOW, count)))
+    r = fused(builder, n, floats(-_LN2_HIGH, count), x)
+    r = fused(builder, n, floats(-_LN2_LOW, count), r)
     p = floats(_EXP[0], count)
     for coefficient in _EXP[1:]:
-        p = builder.fadd(builder.fmul(p, r), floats(coefficient, count))
-    y = builder.fadd(builder.fmul(p, builder.fmul(r, r)), r)
+        p = fused(builder, p, r, floats(coefficient, count))
+    y = fused(builder, p, builder.fmul(r, r), r)
     y = builder.fadd(y, floats(1.0, count))
     bits = builder.bitcast(rounded, ir.VectorType(INT32, count))
     power = builder.shl(builder.add(bits, ints(127, count)), ints(23, count))

@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from tests import oracle
 from tierloop.devices.commands import Launch, Operand
 from tierloop.devices.kernels import run
-from tierloop.devices.kernels.contract import ITEMSIZE, Attend, Combine, DType, KernelArgs, Logits, Merge
+from tierloop.devices.kernels.contract import (
+    CODE_RANGE,
+    ITEMSIZE,
+    Attend,
+    Combine,
+    DType,
+    KernelArgs,
+    Logits,
+    Merge,
+    value_nbytes,
+)
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.devices.states import cover, top_node
@@ -59,7 +69,10 @@ class Layout(NamedTuple):
 
 @dataclass
 class Case:
-    """Queries float32 (sequences, q_len, heads, head_dim), stored K and V (sequences, kv_heads, tokens, dim)."""
+    """Queries float32 (sequences, q_len, heads, head_dim), stored K and V (sequences, kv_heads, tokens, dim).
+
+    Where keys are codes, the queries are those that a kernel is given: the channel scales are in them already.
+    """
 
     dtype: DType = "float32"
     num_sequences: int = 1
@@ -72,6 +85,7 @@ class Case:
     split_tokens: int = 16
     seed: int = 0
     spread: float = 1.0
+    masks: oracle.Masks = oracle.NO_MASKS
     queries: Float32 = field(init=False)
     keys: oracle.Stored = field(init=False)
     values: oracle.Stored = field(init=False)
@@ -83,8 +97,10 @@ class Case:
         heads = (self.num_sequences, self.q_len, self.num_kv_heads * self.group, self.head_dim)
         self.queries = (random.normal(size=heads) * self.spread).astype(np.float32)
         rows = (self.num_sequences, self.num_kv_heads, self.tokens)
-        self.keys = oracle.encode(random.normal(size=(*rows, self.head_dim)), self.dtype)
-        self.values = oracle.encode(random.normal(size=(*rows, self.head_dim_v)), self.dtype)
+        unit = CODE_RANGE[self.dtype] / 4 if self.dtype in CODE_RANGE else 1.0
+        self.queries /= np.float32(unit)
+        self.keys = oracle.encode(random.normal(size=(*rows, self.head_dim)) * unit, self.dtype)
+        self.values = oracle.encode_values(random.normal(size=(*rows, self.head_dim_v)), self.dtype)
         # Consecutive queries, the last at the last token, as in a decode step or a prefill chunk.
         ends = np.arange(self.tokens - self.q_len, self.tokens, dtype=np.int64)
         self.q_positions = np.tile(ends, (self.num_sequences, 1))
@@ -108,8 +124,8 @@ class Case:
         counts = np.diff(np.append(first, len(rows)))
         order = np.arange(len(first)) if kind == "dense" else random.permutation(len(first))
         operands = []
-        for stored, dim in ((self.keys, self.head_dim), (self.values, self.head_dim_v)):
-            nbytes = dim * ITEMSIZE[self.dtype]
+        key_nbytes = self.head_dim * ITEMSIZE[self.dtype]
+        for stored, nbytes in ((self.keys, key_nbytes), (self.values, value_nbytes(self.dtype, self.head_dim_v))):
             offsets = np.empty(len(first), dtype=np.int64)
             offsets[order] = np.cumsum(counts[order]) - counts[order]
             memory = np.full((len(rows), nbytes), 0xEE, dtype=np.uint8)
@@ -143,7 +159,7 @@ class Case:
         """The arguments of `attend`."""
         return Attend(
             self.dtype, self.num_sequences, self.num_kv_heads, self.group, self.q_len, self.head_dim, self.head_dim_v,
-            self.scale, self.split_tokens, runs, self.q_positions, roots,
+            self.scale, self.split_tokens, runs, self.q_positions, roots, *self.masks,
         )  # fmt: skip
 
     def states(self, place: Layout, roots: Int64, threads: int = 1) -> Float32:
@@ -157,7 +173,7 @@ class Case:
         """Logits float32 (rows, q_len, group)."""
         args = Logits(
             self.dtype, self.num_sequences, self.num_kv_heads, self.group, self.q_len, self.head_dim, self.scale,
-            place.runs, self.q_positions,
+            place.runs, self.q_positions, *self.masks,
         )  # fmt: skip
         rows = place.keys[0].spans.nbytes // (self.head_dim * ITEMSIZE[self.dtype])
         shape = (rows, self.q_len, self.group)
@@ -188,14 +204,14 @@ class Case:
         """The float64 output and the bound on the error, each shaped like `output`."""
         shape = (self.num_sequences, self.q_len, self.num_kv_heads, self.group, self.head_dim_v)
         exact, bound = np.zeros(shape), np.zeros(shape)
-        keys, values = oracle.decode(self.keys, self.dtype), oracle.decode(self.values, self.dtype)
+        keys, values = oracle.decode(self.keys, self.dtype), oracle.decode_values(self.values, self.dtype)
         for s in range(self.num_sequences):
             for h in range(self.num_kv_heads):
                 position = rows[(rows[:, 0] == s) & (rows[:, 1] == h), 2]
                 q = self.queries[s].reshape(self.q_len, self.num_kv_heads, self.group, self.head_dim)[:, h]
                 given = (q, keys[s, h, position], values[s, h, position], self.scale, self.q_positions[s], position)
-                exact[s, :, h] = oracle.attention(*given)
-                bound[s, :, h] = oracle.bound(*given, split_tokens=self.split_tokens)
+                exact[s, :, h] = oracle.attention(*given, masks=self.masks)
+                bound[s, :, h] = oracle.bound(*given, split_tokens=self.split_tokens, masks=self.masks)
         return exact, bound
 
 

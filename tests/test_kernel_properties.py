@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,25 @@ from tests import oracle
 from tests.attention_case import Case, Int64, same_bits
 from tierloop.devices.kernels.contract import DTYPES
 
+FLOATS = sorted(set(DTYPES) - set(oracle.CODES))
 GROUPS = (1, 2, 3, 4, 7, 8, 16)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 LAYOUTS = ("dense", "paged", "rows")
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def masks(draw: st.DrawFn) -> oracle.Masks:
+    """Windows with and without sinks, soft-caps, or nothing."""
+    window = draw(st.sampled_from([0, 0, 1, 5, 20]))
+    return oracle.Masks(window, draw(st.sampled_from([0, 1, 4, 18])), draw(st.sampled_from([0.0, 0.0, 1.5, 50.0])))
+
+
+@st.composite
+def cases(draw: st.DrawFn, masked: bool = True, dtypes: Sequence[str] = sorted(DTYPES)) -> Case:
     """Small cases of every shape, odd dimensions among them."""
     q_len = draw(st.integers(1, 3))
     return Case(
-        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        dtype=draw(st.sampled_from(list(dtypes))),  # type: ignore[arg-type]  # names of types
         num_sequences=draw(st.integers(1, 2)),
         num_kv_heads=draw(st.integers(1, 2)),
         group=draw(st.integers(1, 6)),
@@ -34,6 +43,7 @@ def cases(draw: st.DrawFn) -> Case:
         split_tokens=draw(st.sampled_from([1, 3, 8, 16, 64, 4096])),
         seed=draw(st.integers(0, 2**32 - 1)),
         spread=draw(st.sampled_from([0.0, 1.0, 8.0])),
+        masks=draw(masks()) if masked else oracle.NO_MASKS,
     )
 
 
@@ -138,16 +148,16 @@ def test_the_number_of_threads_changes_no_bit(dtype: Any) -> None:
     assert same_bits(case.logits(place, threads=3), case.logits(place))
 
 
-@given(cases())
+@given(cases(masked=False))
 def test_one_row_gives_its_value_exactly(case: Case) -> None:
     rows = case.all_rows()[:1]
     output = case.attention(rows)
-    value = oracle.decode(case.values[0, 0, 0], case.dtype).astype(np.float32)
+    value = oracle.decode_values(case.values[0, 0, 0], case.dtype).astype(np.float32)
     assert (output[0, :, 0] == value).all()
     assert (output[0, :, 1:] == 0).all()
 
 
-@given(cases())
+@given(cases(masked=False))
 def test_equal_logits_give_the_mean_of_the_values(case: Case) -> None:
     case.queries[:] = 0
     rows = case.all_rows()
@@ -158,22 +168,23 @@ def test_equal_logits_give_the_mean_of_the_values(case: Case) -> None:
     assert (states[..., 1] == seen[None, :, None]).all()
 
 
-@given(cases(), st.sampled_from([1.0, 0.125, -2.0]))
+@given(cases(masked=False, dtypes=FLOATS), st.sampled_from([1.0, 0.125, -2.0]))
 def test_values_that_are_all_one_power_of_two_come_out_exactly(case: Case, value: float) -> None:
     case.values[:] = oracle.encode(value, case.dtype)
     assert (case.attention(case.all_rows()) == value).all()
 
 
-@given(cases())
+@given(cases(masked=False))
 def test_identical_values_come_out_within_the_rounding_of_their_sum(case: Case) -> None:
     case.values[:] = case.values[:1, :1, :1]
-    value = oracle.decode(case.values[0, 0, 0], case.dtype)
+    value = oracle.decode_values(case.values[0, 0, 0], case.dtype)
     rows = case.all_rows()
-    allowed = (case.tokens + 2) * oracle.U * np.abs(value)  # one product and one sum per row, and the quotient
+    # One product and one sum per row, the quotient, and the scale of a row of codes.
+    allowed = (case.tokens + 4) * oracle.U * np.abs(value)
     assert (np.abs(case.attention(rows) - value) <= allowed).all()
 
 
-@given(cases(), st.integers(-10, 10))
+@given(cases(dtypes=FLOATS), st.integers(-10, 10))
 def test_scaling_values_by_a_power_of_two_scales_the_output_exactly(case: Case, power: int) -> None:
     rows = case.all_rows()
     factor = np.float32(2.0**power)
@@ -196,7 +207,7 @@ def test_huge_logits_stay_within_the_bound(case: Case, size: float) -> None:
     assert (np.abs(output - expected) <= bound).all()
 
 
-@given(cases(), st.data())
+@given(cases(masked=False), st.data())
 def test_rows_with_logit_minus_infinity_do_not_count(case: Case, data: st.DataObject) -> None:
     rows = case.all_rows()
     place, roots = case.layout(rows), case.roots_of(rows)
@@ -212,7 +223,7 @@ def test_rows_with_logit_minus_infinity_do_not_count(case: Case, data: st.DataOb
 
 
 @settings(max_examples=20)
-@given(cases())
+@given(cases(masked=False, dtypes=FLOATS))
 def test_what_lies_in_masked_rows_is_never_touched(case: Case) -> None:
     rows = case.all_rows()
     case.q_positions[:] = case.tokens // 2
@@ -225,7 +236,31 @@ def test_what_lies_in_masked_rows_is_never_touched(case: Case) -> None:
 
 
 @settings(max_examples=20)
-@given(cases())
+@given(cases(masked=False, dtypes=FLOATS), st.integers(1, 40))
+def test_what_lies_before_the_window_is_never_touched(case: Case, window: int) -> None:
+    case.masks = oracle.Masks(window)
+    case.q_positions[:] = case.tokens - 1
+    before = case.attention(case.all_rows())
+    nan, outside = oracle.encode(np.nan, case.dtype), max(case.tokens - window, 0)
+    case.keys[:, :, :outside] = nan
+    case.values[:, :, :outside] = nan
+    assert same_bits(case.attention(case.all_rows()), before)
+    assert np.isfinite(before).all()
+
+
+@given(cases(masked=False), st.integers(1, 40), st.integers(0, 20))
+def test_a_window_with_sinks_is_attention_over_the_rows_in_them(case: Case, window: int, sinks: int) -> None:
+    case.q_positions[:] = case.tokens - 1
+    rows = case.all_rows()
+    case.masks = oracle.Masks(window, sinks)
+    masked = case.attention(rows)
+    case.masks = oracle.NO_MASKS
+    inside = (rows[:, 2] > case.tokens - 1 - window) | (rows[:, 2] < sinks)
+    assert same_bits(masked, case.attention(rows[inside]))
+
+
+@settings(max_examples=20)
+@given(cases(masked=False))
 def test_a_query_before_all_rows_gives_the_identity(case: Case) -> None:
     case.q_positions[:] = -1
     rows = case.all_rows()
@@ -236,7 +271,7 @@ def test_a_query_before_all_rows_gives_the_identity(case: Case) -> None:
 
 
 @settings(max_examples=20)
-@given(cases(), st.sampled_from([np.nan, np.inf]))
+@given(cases(masked=False), st.sampled_from([np.nan, np.inf]))
 def test_a_logit_that_is_not_a_number_is_not_hidden(case: Case, wrong: float) -> None:
     rows = case.all_rows()
     place, roots = case.layout(rows), case.roots_of(rows)

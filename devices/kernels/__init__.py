@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tierloop.devices.commands import Copy, Launch, Read, Write
     from tierloop.devices.regions import Region
 
-MICROKERNEL = "tierloop-1/16"
+MICROKERNEL = "tierloop-2/16"
 """Name and revision of the inner loops / lanes of their sums. Same name and instruction set, same bits: any change
 that can move a bit of a result counts the revision up."""
 

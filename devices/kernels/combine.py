@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierloop.devices.commands import Operand
-from tierloop.devices.kernels.contract import ITEMSIZE, Combine
+from tierloop.devices.kernels.contract import Combine, value_nbytes
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import Rows, check_sizes
 from tierloop.devices.kernels.roots import states_of_roots
@@ -16,6 +16,6 @@ def combine(
     check_sizes(group=args.group, q_len=args.q_len, head_dim_v=args.head_dim_v)
     operands = Operands(bytes_of)
     values = operands.rows(reads[1])
-    rows = Rows(args.runs, values[1], args.head_dim_v * ITEMSIZE[args.dtype])
+    rows = Rows(args.runs, values[1], value_nbytes(args.dtype, args.head_dim_v))
     states_of_roots(args, rows, values, operands.target(writes[0]), threads, logits=operands.source(reads[0]))
     operands.finish()

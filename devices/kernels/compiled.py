@@ -141,6 +141,12 @@ def load_float(builder: Any, address: Any) -> Any:
     return load(builder, address, ir.FloatType())
 
 
+@inline(INT64, INT64)
+def load_address(builder: Any, address: Any) -> Any:
+    """The int64 at an address."""
+    return load(builder, address, ir.IntType(64))
+
+
 @inline(types.void, INT64, FLOAT)
 def store_float(builder: Any, address: Any, value: Any) -> None:
     """Put a float32 at an address."""

@@ -5,13 +5,13 @@ the compiler and no vectoriser in the way. Where a product is added to a sum, `f
 machine, in one instruction where there is one and in software (slowly) where there is none. LLVM cuts a <16 x float>
 into whatever registers there are (one zmm, two ymm, four xmm) without changing a bit.
 
-The order of a sum over n elements: element i goes to lane i mod 16, in ascending i; lanes are then added by halving,
-lane j and lane j + 8, + 4, + 2, + 1. A last partial vector is filled up with zeros.
+The order of a sum over n elements in L lanes: element i goes to lane i mod L, in ascending i; lanes are then added by
+halving, lane j and lane j + L / 2, then L / 4, … A last partial vector is filled up with zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,6 +77,16 @@ def widen(context: Any, builder: Any, dtype: int, raw: Any) -> Any:
 
     if dtype == INT8:
         return builder.sitofp(builder.sext(raw, like(INT32)), like(FLOAT))
+    if dtype == FP8 and has_feature(context, "f16c"):
+        # As float16 the same bits are 2^8 too small.
+        small = builder.zext(raw, like(INT16))
+        magnitude = builder.and_(small, constant(INT16, 0x7F))
+        nan = builder.icmp_unsigned("==", magnitude, constant(INT16, 0x7F))
+        magnitude = builder.or_(magnitude, builder.and_(builder.sext(nan, like(INT16)), constant(INT16, 0xFC)))
+        sign = builder.shl(builder.and_(small, constant(INT16, 0x80)), constant(INT16, 8))
+        half = builder.or_(builder.shl(magnitude, constant(INT16, 7)), sign)
+        single = builder.fpext(builder.bitcast(half, like(ir.HalfType())), like(FLOAT))
+        return builder.fmul(single, constant(FLOAT, 256.0))
     if dtype == FP8:
         # 2^(e − 7) · 1.m; where e is 0 there is no leading 1, and 2^−7 · 1.m is taken twice, less 2^−6.
         bits = builder.zext(raw, like(INT32))
@@ -153,35 +163,34 @@ def whole(builder: Any, n: Any, step: int) -> Any:
     return builder.and_(n, int64(-step))
 
 
-def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
-    """The sums over the lanes of each vector, by halving, as one vector; their number is a power of two.
+def sum_groups(builder: Any, vectors: list[Any], lanes: int) -> Any:
+    """The sums over each group of `lanes` neighbouring lanes of each vector, by halving, as one vector.
 
-    Several vectors are halved together: two of them share one addition. The order within each stays the same.
+    The number of vectors is a power of two, at most `lanes`; sums come in the order of vectors, then groups. Two
+    vectors share one addition; the order within each sum stays the same.
     """
-    return _halve(builder, vectors, builder.fadd)
-
-
-def max_lanes(builder: Any, vector: Any) -> Any:
-    """The largest lane, a scalar; NaN if any lane is NaN."""
-    one = _halve(builder, [vector], lambda a, b: maximum(builder, a, b))
-    return builder.extract_element(one, ir.Constant(INT32, 0))
-
-
-def _halve(builder: Any, vectors: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    width = int(vectors[0].type.count)
-    while width > 1:
-        half = width // 2
+    while lanes > 1:
+        half = lanes // 2
         pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], None)]
         halved = []
         for a, b in pairs:
-            held = (int(a.type.count) // width) * (1 if b is None else 2)
-            low = [i * width + j for i in range(held) for j in range(half)]
+            held = (int(a.type.count) // lanes) * (1 if b is None else 2)
+            low = [i * lanes + j for i in range(held) for j in range(half)]
             other = a if b is None else b
             lows, highs = shuffle(builder, a, other, low), shuffle(builder, a, other, [i + half for i in low])
-            halved.append(combine(lows, highs))
-        vectors, width = halved, half
-    assert len(vectors) == 1, "the number of vectors is a power of two, at most their width"
+            halved.append(builder.fadd(lows, highs))
+        vectors, lanes = halved, half
+    assert len(vectors) == 1, "the number of vectors is a power of two, at most their lanes"
     return vectors[0]
+
+
+def prefetch(builder: Any, row: Any, nbytes: Any) -> None:
+    """Ask for the lines of a row."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    ask = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+    with counting(builder, int64(0), nbytes, 64) as i:
+        builder.call(ask, [builder.inttoptr(at(builder, row, i), byte), *(ir.Constant(INT32, x) for x in (0, 2, 1))])
 
 
 def maximum(builder: Any, a: Any, b: Any) -> Any:
@@ -221,3 +230,26 @@ def exponential(builder: Any, x: Any) -> Any:
     power = builder.shl(builder.add(bits, ints(127, count)), ints(23, count))
     y = builder.fmul(y, builder.bitcast(power, x.type))
     return builder.select(builder.fcmp_ordered("<", x, floats(_SMALLEST, count)), floats(0.0, count), y)
+
+
+_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+"""Coefficients of (tanh x / x − 1) / x² in x² for |x| < 0.625, highest power first (Cephes tanhf)."""
+
+
+def hyperbolic_tangent(builder: Any, x: Any) -> Any:
+    """tanh of a vector: within 2 ulp, odd, ±1 at ±∞, NaN for NaN."""
+    count = int(x.type.count)
+    kind = ir.VectorType(INT32, count)
+    bits = builder.bitcast(x, kind)
+    sign = builder.and_(bits, ints(-(1 << 31), count))
+    size = builder.bitcast(builder.and_(bits, ints(0x7FFFFFFF, count)), x.type)
+    square = builder.fmul(x, x)
+    p = floats(_TANH[0], count)
+    for coefficient in _TANH[1:]:
+        p = fused(builder, p, square, floats(coefficient, count))
+    near = fused(builder, builder.fmul(p, square), size, size)
+    # 1 − 2 / (e^2x + 1) with e^−2x, which cannot overflow.
+    small = exponential(builder, builder.fmul(size, floats(-2.0, count)))
+    far = builder.fdiv(builder.fsub(floats(1.0, count), small), builder.fadd(floats(1.0, count), small))
+    result = builder.select(builder.fcmp_ordered("<", size, floats(0.625, count)), near, far)
+    return builder.bitcast(builder.or_(builder.bitcast(result, kind), sign), x.type)

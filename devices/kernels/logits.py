@@ -7,20 +7,37 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
-from tierloop.devices.kernels.blocks import BLOCK, collect_queries, dots_of_block, padded
-from tierloop.devices.kernels.compiled import FLOAT, INT64, INTS, TABLE, address_of, kernel, store_float, take_next
+from tierloop.devices.kernels.compiled import FLOAT as REAL
+from tierloop.devices.kernels.compiled import INT64, INTS, TABLE, address_of, kernel, store_float, take_next
 from tierloop.devices.kernels.contract import ITEMSIZE, Logits
+from tierloop.devices.kernels.entries import CAP, ENTRIES
 from tierloop.devices.kernels.lanes import CODES, ITEM
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to, positions_of
 from tierloop.devices.kernels.pool import share, worthwhile
-from tierloop.devices.kernels.products import DOTS
+from tierloop.devices.kernels.products import TILE, WIDTH_OF
+from tierloop.devices.kernels.softmax import call_cap
+from tierloop.devices.kernels.tiles import (
+    BLOCK,
+    NEAR,
+    dots_of_tiles,
+    first_of,
+    pack_queries,
+    padded,
+    size_of,
+    tiles_of,
+    wide_nbytes,
+)
 
 _CHUNK = 64
 """Key rows at a time."""
 
 
-@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE, INT64, TABLE), *(INT64,) * 5, FLOAT, *(INTS, INT64))
+@kernel(
+    types.void,
+    *(INT64, INT64, TABLE, INTS, INT64, TABLE, INT64, TABLE),
+    *(INT64, INT64, INT64, INT64, INT64, REAL, INT64, INT64, REAL, INTS, INT64),
+)
 def _work_on_rows(
     counter: int,
     share_rows: int,
@@ -36,15 +53,21 @@ def _work_on_rows(
     q_len: int,
     head_dim: int,
     scale: float,
-    dots: NDArray[np.int64],
+    window: int,
+    sink_tokens: int,
+    softcap: float,
+    entries: NDArray[np.int64],
     out: int,
 ) -> None:
     """Take shares of the rows until none is left; logits go to `out`, float32 (rows, q_len · group)."""
-    all_queries, total = q_len * group, first_row[-1]
-    query_rows = np.zeros((min(BLOCK, all_queries), padded(head_dim)), np.float32)
-    block = np.empty((query_rows.shape[0], _CHUNK), np.float32)
+    all_queries, all_tiles, total = q_len * group, q_len * tiles_of(group), first_row[-1]
+    most = min(BLOCK, all_tiles)
+    packed = np.empty((most, TILE * padded(head_dim)), np.float32)
+    found = np.empty((most, TILE * _CHUNK), np.float32)
+    wide, wide_rows = np.empty(wide_nbytes(head_dim), np.uint8), np.empty(NEAR, np.int64)
     keys = np.empty(_CHUNK, np.int64)
     nbytes = head_dim * ITEM[dtype]
+    packed_for = -1
     while True:
         row = take_next(counter) * share_rows
         if row >= total:
@@ -56,23 +79,37 @@ def _work_on_rows(
                 run += 1
             end = min(first_row[run + 1], high)
             sequence, kv_head = runs[run, 0], runs[run, 1]
-            for q in range(0, all_queries, BLOCK):
-                num_queries = min(BLOCK, all_queries - q)
-                collect_queries(queries, sequence, kv_head, q, num_kv_heads, group, q_len, head_dim, query_rows)
+            for tile in range(0, all_tiles, most):
+                num_tiles = min(most, all_tiles - tile)
+                wanted = (sequence * num_kv_heads + kv_head) * all_tiles + tile
+                if wanted != packed_for:
+                    pack_queries(
+                        queries, sequence, kv_head, tile, num_tiles, num_kv_heads, group, q_len, head_dim, 0, packed
+                    )
+                    packed_for = wanted
                 for start in range(row, end, _CHUNK):
                     n = min(_CHUNK, end - start)
                     skipped = start - first_row[run]
                     for j in range(n):
                         keys[j] = key_base + key_spans[run, 0] + (skipped + j) * nbytes
-                    dots_of_block(
-                        dots, dtype, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries, keys.ctypes.data, n,
-                        head_dim, scale, block.ctypes.data, 4 * _CHUNK, 0, 0, 0, 0,
+                    dots_of_tiles(
+                        entries, dtype, group, tile, num_tiles, keys.ctypes.data, n, packed, head_dim,
+                        found.ctypes.data, 4 * TILE * _CHUNK, 0, scale, 0, 0, wide.ctypes.data, wide_rows,
                     )  # fmt: skip
-                    for i in range(num_queries):
-                        seen = q_positions[sequence, (q + i) // group] - runs[run, 2] - skipped
+                    for t in range(num_tiles):
+                        size, first = size_of(tile + t, group), first_of(tile + t, group)
+                        width = WIDTH_OF[size]
+                        if softcap > 0:
+                            call_cap(entries[CAP], found[t].ctypes.data, n * width, softcap)
+                        query = q_positions[sequence, first // group]
                         for j in range(n):
-                            logit = block[i, j] if j <= seen else np.float32(-np.inf)
-                            store_float(out + 4 * ((start + j) * all_queries + q + i), logit)
+                            position = runs[run, 2] + skipped + j
+                            counts = position <= query
+                            if window:
+                                counts = counts and (query - position < window or position < sink_tokens)
+                            place = out + 4 * ((start + j) * all_queries + first)
+                            for g in range(size):
+                                store_float(place + 4 * g, found[t, j * width + g] if counts else np.float32(-np.inf))
             row = end
 
 
@@ -93,7 +130,8 @@ def logits(
     def work() -> None:
         _work_on_rows(
             address_of(counter), share_rows, rows.runs, rows.first_row, key_base, key_spans, queries, positions,
-            CODES[args.dtype], args.num_kv_heads, args.group, args.q_len, args.head_dim, args.scale, DOTS, out,
+            CODES[args.dtype], args.num_kv_heads, args.group, args.q_len, args.head_dim, args.scale, args.window,
+            args.sink_tokens, args.softcap, ENTRIES, out,
         )  # fmt: skip
 
     share(threads, work)

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Operand
 from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, address_of, kernel, move_bytes, store_float
 from tierloop.devices.kernels.contract import Merge
-from tierloop.devices.kernels.merging import MERGE, fold, put_output
+from tierloop.devices.kernels.entries import ENTRIES, MERGE
+from tierloop.devices.kernels.merging import fold, put_output
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import check_sizes
 
@@ -16,7 +17,7 @@ _OUT_OF_ORDER = 2
 _FAULTS = ("", "root {0} is no tree node of a sequence and KV head", "", "root {0} lies inside another, or holds one")
 
 
-@kernel(PAIR, INT64, TABLE, INTS, *(INT64,) * 8)
+@kernel(PAIR, INT64, TABLE, INTS, *(INT64,) * 9)
 def _merge_all(
     merge_rows: int,
     roots: NDArray[np.int64],
@@ -28,6 +29,7 @@ def _merge_all(
     group: int,
     q_len: int,
     dim: int,
+    sinks: int,
     output: int,
 ) -> tuple[int, int]:
     """Returns (0, 0), or a fault and the root that has it."""
@@ -66,7 +68,8 @@ def _merge_all(
         merged = fold(merge_rows, places, splits, first, last, rows, dim)
         for q in range(q_len):
             row = ((sequence * q_len + q) * num_kv_heads + kv_head) * group
-            put_output(output + row * dim * 4, merged + q * group * (dim + 2) * 4, group, dim)
+            sink = sinks + 4 * kv_head * group if sinks else 0
+            put_output(output + row * dim * 4, merged + q * group * (dim + 2) * 4, group, dim, sink)
         first = last
     return 0, 0
 
@@ -81,12 +84,13 @@ def merge(
         raise ValueError(f"roots need shape (r, 4), got {roots.shape}")
     operands = Operands(bytes_of)
     states, output = operands.source(reads[0]), operands.target(writes[0])
+    sinks = operands.source(reads[1]) if args.has_sinks else 0
     scratch = np.empty(len(roots) * args.q_len * args.group * (args.head_dim_v + 2) * 4, dtype=np.uint8)
     order = np.arange(len(roots))
     for last_try in (False, True):
         fault, root = _merge_all(
-            MERGE, roots, order, states, address_of(scratch), args.num_sequences, args.num_kv_heads, args.group,
-            args.q_len, args.head_dim_v, output,
+            int(ENTRIES[MERGE]), roots, order, states, address_of(scratch), args.num_sequences, args.num_kv_heads,
+            args.group, args.q_len, args.head_dim_v, sinks, output,
         )  # fmt: skip
         if not fault:
             break

@@ -77,7 +77,10 @@ def _merge(first: int, second: int, rows: int, dim: int) -> None:
 call_merge = caller(*_MERGE)
 """(address, first, second, rows, dim): the merged states of `rows` state rows each, into the first."""
 
-MERGE: int = _merge
+
+def merge_address() -> int:
+    """Compiled `merge`."""
+    return _merge
 
 
 @kernel(WORD, WORD, INTS, INTS, WORD, WORD, WORD, WORD)
@@ -123,13 +126,23 @@ def put_identity(state: int, rows: int, dim: int) -> None:
             store_float(place + 4 * i, 0.0)
 
 
-@kernel(types.void, WORD, WORD, WORD, WORD)
-def put_output(output: int, state: int, rows: int, dim: int) -> None:
-    """acc / l of `rows` state rows, float32 (rows, dim) at `output`; zeros where l is 0."""
+@kernel(types.void, WORD, WORD, WORD, WORD, WORD)
+def put_output(output: int, state: int, rows: int, dim: int, sinks: int) -> None:
+    """acc / l of `rows` state rows, float32 (rows, dim) at `output`; zeros where l is 0.
+
+    `sinks` is the address of a learned sink logit s for each row, or 0: the state (s, 1, 0) is merged in first.
+    """
+    nothing = np.float32(-np.inf)
     for row in range(rows):
         place, target = state + row * 4 * (dim + 2), output + row * 4 * dim
-        total = load_float(place + 4)
+        total, scale = load_float(place + 4), np.float32(1)
+        if sinks:
+            m, sink = load_float(place), load_float(sinks + 4 * row)
+            if sink != nothing:
+                top = larger(m, sink)
+                scale = exp_one(m - top) if m != nothing else np.float32(0)
+                total = total * scale + exp_one(sink - top)
         if total == 0:
             total = np.float32(1)
         for i in range(dim):
-            store_float(target + 4 * i, load_float(place + 8 + 4 * i) / total)
+            store_float(target + 4 * i, load_float(place + 8 + 4 * i) * scale / total)

@@ -9,13 +9,12 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.kernels.compiled import INT64, TABLE, address_of, kernel, move_bytes
-from tierloop.devices.kernels.contract import ITEMSIZE, Attend, Combine
+from tierloop.devices.kernels.contract import Attend, Combine, value_nbytes
+from tierloop.devices.kernels.entries import ENTRIES, MERGE
 from tierloop.devices.kernels.lanes import CODES
-from tierloop.devices.kernels.merging import MERGE, fold
+from tierloop.devices.kernels.merging import fold
 from tierloop.devices.kernels.plan import ROOT, SLOT, SPLIT, Rows
 from tierloop.devices.kernels.pool import share, worthwhile
-from tierloop.devices.kernels.products import DOTS
-from tierloop.devices.kernels.softmax import SOFTMAX, WEIGH
 from tierloop.devices.kernels.splits import work_on_pieces
 
 _ANY = np.zeros((1, 1), dtype=np.int64)
@@ -35,9 +34,13 @@ def states_of_roots(
     num_kv_heads: int = 1,
     head_dim: int = 1,
     scale: float = 1.0,
+    window: int = 0,
+    sink_tokens: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Put the states of `args.roots` at address `states`; operands as in splits.work_on_pieces. Raises ValueError."""
-    threads = worthwhile(threads, rows.total * args.head_dim_v * ITEMSIZE[args.dtype] * args.q_len)
+    row_nbytes = value_nbytes(args.dtype, args.head_dim_v)
+    threads = worthwhile(threads, rows.total * row_nbytes * args.q_len)
     pieces, num_partials = rows.pieces(args.roots, args.split_tokens, threads)
     num_queries = args.q_len * args.group
     # The counter that threads share, then room for partial results.
@@ -47,12 +50,12 @@ def states_of_roots(
     key_base, key_spans = keys or values
     given = (
         counter, pieces, rows.runs, rows.first_row, key_base, key_spans, *values, queries, logits, q_positions,
-        CODES[args.dtype], num_kv_heads, args.group, args.q_len, head_dim, args.head_dim_v, args.split_tokens, scale,
-        DOTS, WEIGH, SOFTMAX, MERGE, states, partials,
+        CODES[args.dtype], num_kv_heads, args.group, args.q_len, head_dim, args.head_dim_v, row_nbytes,
+        args.split_tokens, scale, window, sink_tokens, softcap, ENTRIES, states, partials,
     )  # fmt: skip
     share(threads, partial(work_on_pieces, *given))
     if num_partials:
-        _merge_partials(MERGE, pieces, partials, states, num_queries, args.head_dim_v)
+        _merge_partials(int(ENTRIES[MERGE]), pieces, partials, states, num_queries, args.head_dim_v)
 
 
 @kernel(types.void, INT64, TABLE, INT64, INT64, INT64, INT64)

@@ -11,21 +11,31 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
-from tierloop.devices.kernels.blocks import BLOCK, bounds_of_block, collect_queries, dots_of_block, padded
-from tierloop.devices.kernels.compiled import INT64, INTS, TABLE, address_of, kernel, store_float, take_next
+from tierloop.devices.kernels.compiled import INT64, INTS, TABLE, address_of, kernel, move_bytes, take_next
 from tierloop.devices.kernels.contract import Score
+from tierloop.devices.kernels.entries import ENTRIES
 from tierloop.devices.kernels.lanes import FLOAT32
 from tierloop.devices.kernels.merging import larger
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
-from tierloop.devices.kernels.products import BOUNDS, DOTS
+from tierloop.devices.kernels.products import TILE, WIDTH_OF
+from tierloop.devices.kernels.tiles import (
+    BLOCK,
+    NEAR,
+    dots_of_tiles,
+    pack_queries,
+    padded,
+    size_of,
+    tiles_of,
+    wide_nbytes,
+)
 
 _CHUNK = 64
 """Summaries at a time."""
 
 
-@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE), *(INT64,) * 6, *(INTS, INTS, INT64))
+@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE), *(INT64,) * 6, INTS, INT64)
 def _work_on_rows(
     counter: int,
     share_rows: int,
@@ -37,18 +47,21 @@ def _work_on_rows(
     num_kv_heads: int,
     group: int,
     head_dim: int,
-    has_bounds: int,
+    is_minmax: int,
     takes_sum: int,
-    dots: NDArray[np.int64],
-    bounds: NDArray[np.int64],
+    entries: NDArray[np.int64],
     out: int,
 ) -> None:
     """Take shares of the summaries until none is left; scores go to `out`, float32 (rows,)."""
-    total = first_row[-1]
-    query_rows = np.zeros((min(BLOCK, group), padded(head_dim)), np.float32)
-    block, best = np.empty((query_rows.shape[0], _CHUNK), np.float32), np.empty(_CHUNK, np.float32)
-    places = np.empty(_CHUNK, np.int64)
-    nbytes = head_dim * 4 * (1 + has_bounds)
+    total, all_tiles = first_row[-1], tiles_of(group)
+    dim = head_dim * (1 + is_minmax)
+    most = min(BLOCK, all_tiles)
+    packed = np.empty((most, TILE * padded(dim)), np.float32)
+    found, best = np.empty((most, TILE * _CHUNK), np.float32), np.empty(_CHUNK, np.float32)
+    wide, wide_rows = np.empty(wide_nbytes(dim), np.uint8), np.empty(NEAR, np.int64)
+    places = np.empty(2 * _CHUNK, np.int64)
+    nbytes = dim * 4
+    packed_for = -1
     while True:
         row = take_next(counter) * share_rows
         if row >= total:
@@ -58,32 +71,40 @@ def _work_on_rows(
         while row < high:
             while first_row[run + 1] <= row:
                 run += 1
-            n = min(min(first_row[run + 1], high) - row, _CHUNK)
-            for j in range(n):
+            left = min(first_row[run + 1], high) - row
+            n = min(left, _CHUNK)
+            for j in range(min(left, 2 * _CHUNK)):
                 places[j] = base + spans[run, 0] + (row - first_row[run] + j) * nbytes
-            for q in range(0, group, BLOCK):
-                num_queries = min(BLOCK, group - q)
-                collect_queries(queries, runs[run, 0], runs[run, 1], q, num_kv_heads, group, 1, head_dim, query_rows)
-                if has_bounds:
-                    bounds_of_block(
-                        bounds, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries, places.ctypes.data, n,
-                        head_dim, block.ctypes.data, 4 * _CHUNK,
+            # The next chunk is asked for meanwhile, where there is a whole one.
+            ahead_nbytes = nbytes if left >= 2 * _CHUNK else 0
+            for tile in range(0, all_tiles, most):
+                num_tiles = min(most, all_tiles - tile)
+                wanted = (runs[run, 0] * num_kv_heads + runs[run, 1]) * all_tiles + tile
+                if wanted != packed_for:
+                    pack_queries(
+                        queries, runs[run, 0], runs[run, 1], tile, num_tiles, num_kv_heads, group, 1, head_dim,
+                        is_minmax, packed,
                     )  # fmt: skip
-                else:
-                    dots_of_block(
-                        dots, FLOAT32, query_rows.ctypes.data, 4 * query_rows.shape[1], num_queries,
-                        places.ctypes.data, n, head_dim, 1.0, block.ctypes.data, 4 * _CHUNK, 0, 0, 0, 0,
-                    )  # fmt: skip
-                for i in range(num_queries):
-                    for j in range(n):
-                        if q + i == 0:
-                            best[j] = block[i, j]
+                    packed_for = wanted
+                dots_of_tiles(
+                    entries, FLOAT32, group, tile, num_tiles, places.ctypes.data, n, packed, dim, found.ctypes.data,
+                    4 * TILE * _CHUNK, 0, 1.0, places[_CHUNK:].ctypes.data, ahead_nbytes if tile == 0 else 0,
+                    wide.ctypes.data, wide_rows,
+                )  # fmt: skip
+                for t in range(num_tiles):
+                    size = size_of(tile + t, group)
+                    width = WIDTH_OF[size]
+                    for g in range(size):
+                        if tile + t + g == 0:
+                            for j in range(n):
+                                best[j] = found[t, j * width]
                         elif takes_sum:
-                            best[j] += block[i, j]
+                            for j in range(n):
+                                best[j] += found[t, j * width + g]
                         else:
-                            best[j] = larger(best[j], block[i, j])
-            for j in range(n):
-                store_float(out + 4 * (row + j), best[j])
+                            for j in range(n):
+                                best[j] = larger(best[j], found[t, j * width + g])
+            move_bytes(out + 4 * row, best.ctypes.data, 4 * n)
             row += n
 
 
@@ -106,7 +127,7 @@ def score(
     def work() -> None:
         _work_on_rows(
             address_of(counter), share_rows, rows.runs, rows.first_row, base, spans, queries, args.num_kv_heads,
-            args.group, args.head_dim, args.summary == "minmax", args.reduce == "sum", DOTS, BOUNDS, out,
+            args.group, args.head_dim, args.summary == "minmax", args.reduce == "sum", ENTRIES, out,
         )  # fmt: skip
 
     share(threads, work)

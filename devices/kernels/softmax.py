@@ -1,20 +1,23 @@
 """Logits times values: the inner loops that turn a split's logits and value rows into its state.
 
-- softmax: in place exp(s − m), and m
+- cap: c · tanh(x / c) in place
+- softmax: in place exp(s − m), and m, for a tile of queries
+- rescale: weights times the scales of value rows that are codes
 - weigh: l += p and acc += p · v, row after row in ascending order, for a tile of weights and n value rows
 
-`exp` is our own (lanes.py): a library's would differ between machines. Products and sums round separately. l is summed
-like a column of ones, so that a column of V which is everywhere the same power of two comes out exactly.
+Logits and weights of a tile are float32 (n, width). `exp` and `tanh` are our own (lanes.py): a library's would differ
+between machines. l is summed like a column of ones, so that a column of V which is everywhere the same power of two
+comes out exactly.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 
+from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import INT64 as WORD
 from tierloop.devices.kernels.compiled import caller, entry, inline, load, store
 from tierloop.devices.kernels.lanes import (
@@ -22,120 +25,202 @@ from tierloop.devices.kernels.lanes import (
     INT64,
     ITEM,
     LANES,
+    NUM_TYPES,
     alloca_once,
     at,
     counting,
     exponential,
     floats,
+    fused,
+    hyperbolic_tangent,
     int64,
     load_lanes,
     load_one,
-    max_lanes,
     maximum,
+    prefetch,
+    shuffle,
     spread,
     whole,
 )
-from tierloop.devices.kernels.products import TILE
+from tierloop.devices.kernels.products import TILE, WIDTH_OF, WIDTHS
 
 _VECTORS = {1: 4, 2: 2, 3: 1, 4: 1}
-"""Vectors of 16 columns at a time for each number of query rows: what 16 registers of 8 floats hold."""
+"""Vectors of 16 columns at a time for each number of queries: what 16 registers of 8 floats hold."""
 
+_CAP = (WORD, WORD, REAL)
 _SOFTMAX = (WORD, WORD, WORD)
-_WEIGH = (WORD, WORD, WORD, WORD, WORD, WORD, WORD)
+_RESCALE = (WORD, WORD, WORD, WORD, WORD)
+_WEIGH = (WORD, WORD, WORD, WORD, WORD, WORD, WORD, WORD, WORD, WORD)
 
 
-@inline(types.void, *_SOFTMAX)
-def _softmax(builder: Any, logits: Any, n: Any, state: Any) -> None:
-    end = whole(builder, builder.add(n, int64(LANES - 1)), LANES)
-    with counting(builder, n, end) as j:
-        store(builder, ir.Constant(FLOAT, float("-inf")), at(builder, logits, j, 4))
+@inline(types.void, *_CAP)
+def _cap(builder: Any, logits: Any, n: Any, cap: Any) -> None:
     lanes = ir.VectorType(FLOAT, LANES)
-    top = alloca_once(builder, lanes)
-    builder.store(floats(float("-inf")), top)
+    limit = spread(builder, cap)
+    with counting(builder, int64(0), n, LANES) as j:
+        place = at(builder, logits, j, 4)
+        ratio = builder.fdiv(load(builder, place, lanes), limit)
+        store(builder, builder.fmul(hyperbolic_tangent(builder, ratio), limit), place)
+
+
+@inline(types.void, *_SOFTMAX, literals=1)
+def _softmax(builder: Any, width: int, logits: Any, n: Any, top: Any) -> None:
+    n = builder.mul(n, int64(width))
+    end = whole(builder, builder.add(n, int64(LANES - 1)), LANES)
+    nothing = float("-inf")
+    with counting(builder, n, end) as j:
+        store(builder, ir.Constant(FLOAT, nothing), at(builder, logits, j, 4))
+    lanes = ir.VectorType(FLOAT, LANES)
+    held = alloca_once(builder, lanes)
+    builder.store(floats(nothing), held)
     with counting(builder, int64(0), end, LANES) as j:
-        builder.store(maximum(builder, builder.load(top), load(builder, at(builder, logits, j, 4), lanes)), top)
-    m = max_lanes(builder, builder.load(top))
-    shift = spread(builder, m)
+        builder.store(maximum(builder, builder.load(held), load(builder, at(builder, logits, j, 4), lanes)), held)
+    m, size = builder.load(held), LANES
+    while size > width:
+        size //= 2
+        low, high = list(range(size)), list(range(size, 2 * size))
+        m = maximum(builder, shuffle(builder, m, m, low), shuffle(builder, m, m, high))
+    store(builder, m, top)
+    # A query for which no row counts: any finite shift gives weights of 0.
+    shift = builder.select(builder.fcmp_ordered("==", m, floats(nothing, width)), floats(0.0, width), m)
+    shift = shuffle(builder, shift, shift, [i % width for i in range(LANES)])
     with counting(builder, int64(0), end, LANES) as j:
         place = at(builder, logits, j, 4)
         store(builder, exponential(builder, builder.fsub(load(builder, place, lanes), shift)), place)
-    store(builder, m, state)
+
+
+@inline(types.void, *_RESCALE, literals=1)
+def _rescale(builder: Any, width: int, weights: Any, rows: Any, n: Any, offset: Any, out: Any) -> None:
+    kind = ir.VectorType(FLOAT, width)
+    with counting(builder, int64(0), n) as j:
+        row = load(builder, at(builder, rows, j, 8), INT64)
+        scale = spread(builder, load(builder, builder.add(row, offset), FLOAT), width)
+        weight = load(builder, at(builder, weights, j, 4 * width), kind)
+        store(builder, builder.fmul(weight, scale), at(builder, out, j, 4 * width))
 
 
 @inline(types.void, *_WEIGH, literals=2)
 def _weigh(
-    context: Any, builder: Any, dtype: int, group: int, weights: Any, weight_stride: Any, rows: Any, n: Any, dim: Any,
-    acc: Any, acc_stride: Any,
+    context: Any, builder: Any, dtype: int, count: int, weights: Any, sums: Any, rows: Any, n: Any, dim: Any,
+    acc: Any, acc_stride: Any, later: Any, later_nbytes: Any, num_later: Any,
 ) -> None:  # fmt: skip
-    p = [at(builder, weights, builder.mul(weight_stride, int64(g))) for g in range(group)]
-    accs = [at(builder, acc, builder.mul(acc_stride, int64(g))) for g in range(group)]
+    width = int(WIDTH_OF[count])
+    accs = [at(builder, acc, builder.mul(acc_stride, int64(g))) for g in range(count)]
 
-    def columns(first: Any, count: int, with_sum: bool = False) -> None:
-        """`count` vectors of 16 columns from `first` on (0: one single column), or none; and l; over all rows."""
-        kind = ir.VectorType(FLOAT, LANES) if count else FLOAT
-        fetch = load_lanes if count else load_one
-        starts = [] if first is None else [builder.add(first, int64(LANES * k)) for k in range(max(count, 1))]
-        targets = {(g, k): at(builder, accs[g], start, 4) for k, start in enumerate(starts) for g in range(group)}
-        if with_sum:
-            targets |= {(g, -1): at(builder, accs[g], int64(-4)) for g in range(group)}
-        kinds = {key: kind if key[1] >= 0 else FLOAT for key in targets}
-        places = {key: alloca_once(builder, kinds[key]) for key in targets}
+    def columns(first: Any, vectors: int, is_first: bool = False) -> None:
+        """`vectors` of 16 columns from `first` on (0: one single column), or none; over all rows."""
+        kind = ir.VectorType(FLOAT, LANES) if vectors else FLOAT
+        fetch = load_lanes if vectors else load_one
+        starts = [] if first is None else [builder.add(first, int64(LANES * k)) for k in range(max(vectors, 1))]
+        targets = {(g, k): at(builder, accs[g], start, 4) for k, start in enumerate(starts) for g in range(count)}
+        places = {key: alloca_once(builder, kind) for key in targets}
         for key, target in targets.items():
-            builder.store(load(builder, target, kinds[key]), places[key])
-
-        def add(key: tuple[int, int], x: Any) -> None:
-            builder.store(builder.fadd(builder.load(places[key]), x), places[key])
-
+            builder.store(load(builder, target, kind), places[key])
+        sum_kind = ir.VectorType(FLOAT, width)
+        total = alloca_once(builder, sum_kind)
+        if is_first:
+            builder.store(floats(0.0, width), total)
         with counting(builder, int64(0), n) as j:
             row = load(builder, at(builder, rows, j, 8), INT64)
-            factors = [load(builder, at(builder, one, j, 4), FLOAT) for one in p]
-            if with_sum:
-                for g, factor in enumerate(factors):
-                    add((g, -1), factor)
-            if count:
+            if is_first:
+                p = load(builder, at(builder, sums, j, 4 * width), sum_kind)
+                builder.store(builder.fadd(builder.load(total), p), total)
+                with builder.if_then(builder.icmp_signed("<", j, num_later)):
+                    prefetch(builder, load(builder, at(builder, later, j, 8), INT64), later_nbytes)
+            weight = at(builder, weights, j, 4 * width)
+            factors = [load(builder, builder.add(weight, int64(4 * g)), FLOAT) for g in range(count)]
+            if vectors:
                 factors = [spread(builder, x) for x in factors]
             for k, start in enumerate(starts):
                 v = fetch(context, builder, dtype, at(builder, row, start, ITEM[dtype]))
                 for g, factor in enumerate(factors):
-                    add((g, k), builder.fmul(factor, v))
+                    builder.store(fused(builder, factor, v, builder.load(places[g, k])), places[g, k])
         for key, target in targets.items():
             store(builder, builder.load(places[key]), target)
+        if is_first:
+            for g in range(count):
+                one = builder.extract_element(builder.load(total), ir.Constant(ir.IntType(32), g))
+                store(builder, one, builder.add(accs[g], int64(-4)))
 
-    count = _VECTORS[group]
-    wide, vectors = whole(builder, dim, count * LANES), whole(builder, dim, LANES)
+    vectors = _VECTORS[count]
+    wide, narrow = whole(builder, dim, vectors * LANES), whole(builder, dim, LANES)
     # l goes along with the first columns, where its chain of additions costs nothing.
     with builder.if_else(builder.icmp_signed(">", wide, int64(0))) as (some, none):
         with some:
-            columns(int64(0), count, with_sum=True)
-            with counting(builder, int64(count * LANES), wide, count * LANES) as i:
-                columns(i, count)
+            columns(int64(0), vectors, is_first=True)
+            with counting(builder, int64(vectors * LANES), wide, vectors * LANES) as i:
+                columns(i, vectors)
         with none:
-            columns(None, 0, with_sum=True)
-    if count > 1:
-        with counting(builder, wide, vectors, LANES) as i:
+            columns(None, 0, is_first=True)
+    if vectors > 1:
+        with counting(builder, wide, narrow, LANES) as i:
             columns(i, 1)
-    with counting(builder, vectors, dim) as i:
+    with counting(builder, narrow, dim) as i:
         columns(i, 0)
 
 
-@entry(*_SOFTMAX)
-def _compiled_softmax(logits: int, n: int, state: int) -> None:
-    _softmax(logits, n, state)
+@entry(*_CAP)
+def _compiled_cap(logits: int, n: int, cap: float) -> None:
+    _cap(logits, n, cap)
 
 
-def _make_weigh(dtype: int, group: int) -> int:
+def _make_softmax(width: int) -> int:
+    @entry(*_SOFTMAX)
+    def softmax(logits: int, n: int, top: int) -> None:
+        _softmax(width, logits, n, top)
+
+    return softmax
+
+
+def _make_rescale(width: int) -> int:
+    @entry(*_RESCALE)
+    def rescale(weights: int, rows: int, n: int, offset: int, out: int) -> None:
+        _rescale(width, weights, rows, n, offset, out)
+
+    return rescale
+
+
+def _make_weigh(dtype: int, count: int) -> int:
     @entry(*_WEIGH)
-    def weigh(weights: int, weight_stride: int, rows: int, n: int, dim: int, acc: int, acc_stride: int) -> None:
-        _weigh(dtype, group, weights, weight_stride, rows, n, dim, acc, acc_stride)
+    def weigh(
+        weights: int, sums: int, rows: int, n: int, dim: int, acc: int, acc_stride: int, later: int, later_nbytes: int,
+        num_later: int,
+    ) -> None:  # fmt: skip
+        _weigh(dtype, count, weights, sums, rows, n, dim, acc, acc_stride, later, later_nbytes, num_later)
 
     return weigh
 
 
+call_cap = caller(*_CAP)
+"""(address, logits, n, cap): n logits in place, with room up to the next multiple of 16."""
 call_softmax = caller(*_SOFTMAX)
-"""(address, logits, n, state): n > 0 logits, with room up to the next multiple of 16, become weights; writes m, l."""
+"""(address, logits, n, m): n > 0 rows of logits, with room up to the next multiple of 16 floats, become weights; the
+largest logits, float32 (width,), go to `m`."""
+call_rescale = caller(*_RESCALE)
+"""(address, weights, rows, n, offset, out): weights times the float32 at `offset` bytes into each row."""
 call_weigh = caller(*_WEIGH)
-"""(address, weights, weight stride, rows, n, dim, acc, acc stride), strides in bytes."""
+"""(address, weights, sums, rows, n, dim, acc, acc stride, later, later nbytes, num later).
 
-SOFTMAX: int = _compiled_softmax
-WEIGH = np.array([_make_weigh(dtype, group) for dtype in range(3) for group in range(1, TILE + 1)], dtype=np.int64)
-"""Addresses, at dtype · TILE + number of query rows − 1."""
+l, the float32 before each acc, becomes the sum of `sums`, float32 (n, width), which are the weights without the scales
+of rows. `later` are up to n rows, of `later nbytes` each, that are asked for meanwhile.
+"""
+
+
+def cap_address() -> int:
+    """Compiled `cap`."""
+    return _compiled_cap
+
+
+def softmax_addresses() -> list[int]:
+    """Compiled `softmax`, by width."""
+    return [_make_softmax(width) for width in WIDTHS]
+
+
+def rescale_addresses() -> list[int]:
+    """Compiled `rescale`, by width."""
+    return [_make_rescale(width) for width in WIDTHS]
+
+
+def weigh_addresses() -> list[int]:
+    """Compiled `weigh`, by dtype, then number of queries."""
+    return [_make_weigh(dtype, count) for dtype in range(NUM_TYPES) for count in range(1, TILE + 1)]

@@ -142,7 +142,7 @@ def load_float(builder: Any, address: Any) -> Any:
 
 
 @inline(INT64, INT64)
-def load_address(builder: Any, address: Any) -> Any:
+def load_int(builder: Any, address: Any) -> Any:
     """The int64 at an address."""
     return load(builder, address, ir.IntType(64))
 

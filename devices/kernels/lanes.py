@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
-from tierloop.devices.kernels.compiled import load
+from tierloop.devices.kernels.compiled import inline, load, store
 
 LANES = 16
 alloca_once: Any = cgutils.alloca_once
@@ -191,6 +192,20 @@ def prefetch(builder: Any, row: Any, nbytes: Any) -> None:
     ask = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
     with counting(builder, int64(0), nbytes, 64) as i:
         builder.call(ask, [builder.inttoptr(at(builder, row, i), byte), *(ir.Constant(INT32, x) for x in (0, 2, 1))])
+
+
+@inline(types.void, types.int64, types.int64, types.int64, types.int64)
+def fill_table(builder: Any, table: Any, first: Any, step: Any, n: Any) -> None:
+    """Put first, first + step, … into an int64 table of n places."""
+    four = ir.VectorType(INT64, 4)
+    counts = builder.mul(spread(builder, step, 4), ir.Constant(four, [0, 1, 2, 3]))
+    places = builder.add(spread(builder, first, 4), counts)
+    end = whole(builder, n, 4)
+    with counting(builder, int64(0), end, 4) as i:
+        offset = spread(builder, builder.mul(i, step), 4)
+        store(builder, builder.add(places, offset), at(builder, table, i, 8))
+    with counting(builder, end, n) as i:
+        store(builder, builder.add(first, builder.mul(i, step)), at(builder, table, i, 8))
 
 
 def maximum(builder: Any, a: Any, b: Any) -> Any:

@@ -93,8 +93,9 @@ def _work_on_rows(
                     for j in range(n):
                         keys[j] = key_base + key_spans[run, 0] + (skipped + j) * nbytes
                     dots_of_tiles(
-                        entries, dtype, group, tile, num_tiles, keys.ctypes.data, n, packed, head_dim,
-                        found.ctypes.data, 4 * TILE * _CHUNK, 0, scale, 0, 0, wide.ctypes.data, wide_rows,
+                        entries, dtype, group, tile, num_tiles, keys.ctypes.data, n, packed.ctypes.data, head_dim,
+                        found.ctypes.data, 4 * TILE * _CHUNK, 0, scale, 0, 0, wide.ctypes.data,
+                    wide_rows.ctypes.data,
                     )  # fmt: skip
                     for t in range(num_tiles):
                         size, first = size_of(tile + t, group), first_of(tile + t, group)

@@ -8,6 +8,7 @@ held. Splits without rows never appear: merging with an identity changes nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,24 @@ from tierloop.devices.kernels.compiled import (
     entry,
     inline,
     kernel,
+    load,
     load_float,
-    move_bytes,
+    store,
     store_float,
 )
-from tierloop.devices.kernels.lanes import INT32, exponential, maximum, spread
+from tierloop.devices.kernels.lanes import (
+    FLOAT,
+    INT32,
+    LANES,
+    at,
+    counting,
+    exponential,
+    int64,
+    maximum,
+    shuffle,
+    spread,
+    whole,
+)
 
 MAX_LEVELS = 63
 """More levels than split ids have bits."""
@@ -55,23 +69,53 @@ def meeting_level(builder: Any, a: Any, b: Any) -> Any:
 _MERGE = (WORD, WORD, WORD, WORD)
 
 
+@inline(types.void, *_MERGE)
+def _merge_rows(builder: Any, first: Any, second: Any, rows: Any, dim: Any) -> None:
+    n = builder.add(dim, int64(2))
+    nbytes = builder.mul(n, int64(4))
+    nothing = ir.Constant(FLOAT, float("-inf"))
+    with counting(builder, int64(0), rows) as row:
+        offset = builder.mul(row, nbytes)
+        a, b = builder.add(first, offset), builder.add(second, offset)
+        m_a, m_b = load(builder, a, FLOAT), load(builder, b, FLOAT)
+        with builder.if_then(builder.fcmp_unordered("!=", m_b, nothing)):
+            with builder.if_else(builder.fcmp_ordered("==", m_a, nothing)) as (empty, full):
+                with empty:
+                    _each(builder, n, a, lambda x, at_b: at_b, b)
+                with full:
+                    m = maximum(builder, m_a, m_b)
+                    pair = shuffle(
+                        builder,
+                        spread(builder, builder.fsub(m_a, m), 4),
+                        spread(builder, builder.fsub(m_b, m), 4),
+                        [0, 4, 0, 4],
+                    )
+                    scales = exponential(builder, pair)
+                    one, other = (builder.extract_element(scales, ir.Constant(INT32, i)) for i in (0, 1))
+
+                    def merged(x: Any, y: Any) -> Any:
+                        wide = isinstance(x.type, ir.VectorType)
+                        s, t = (spread(builder, z) if wide else z for z in (one, other))
+                        return builder.fadd(builder.fmul(x, s), builder.fmul(y, t))
+
+                    _each(builder, n, a, merged, b)
+                    store(builder, m, a)
+
+
+def _each(builder: Any, n: Any, target: Any, combine: Callable[[Any, Any], Any], other: Any) -> None:
+    """target[i] = combine(target[i], other[i]) for n floats."""
+    lanes = ir.VectorType(FLOAT, LANES)
+    end = whole(builder, n, LANES)
+    for start, stop, step, kind in ((int64(0), end, LANES, lanes), (end, n, 1, FLOAT)):
+        with counting(builder, start, stop, step) as i:
+            place = at(builder, target, i, 4)
+            both = load(builder, place, kind), load(builder, at(builder, other, i, 4), kind)
+            store(builder, combine(*both), place)
+
+
 @entry(*_MERGE)
 def _merge(first: int, second: int, rows: int, dim: int) -> None:
-    nbytes = 4 * (dim + 2)
-    nothing = np.float32(-np.inf)
-    for row in range(rows):
-        a, b = first + row * nbytes, second + row * nbytes
-        m_a, m_b = load_float(a), load_float(b)
-        if m_b == nothing:
-            continue
-        if m_a == nothing:
-            move_bytes(a, b, nbytes)
-            continue
-        m = larger(m_a, m_b)
-        scale_a, scale_b = exp_one(m_a - m), exp_one(m_b - m)
-        store_float(a, m)
-        for i in range(1, dim + 2):
-            store_float(a + 4 * i, load_float(a + 4 * i) * scale_a + load_float(b + 4 * i) * scale_b)
+    _merge_rows(first, second, rows, dim)
 
 
 call_merge = caller(*_MERGE)

@@ -3,7 +3,7 @@
 - cap: c · tanh(x / c) in place
 - softmax: in place exp(s − m), and m, for a tile of queries
 - rescale: weights times the scales of value rows that are codes
-- weigh: l += p and acc += p · v, row after row in ascending order, for a tile of weights and n value rows
+- weigh: l = Σ p and acc = Σ p · v, row after row in ascending order, for a tile of weights and n value rows
 
 Logits and weights of a tile are float32 (n, width). `exp` and `tanh` are our own (lanes.py): a library's would differ
 between machines. l is summed like a column of ones, so that a column of V which is everywhere the same power of two
@@ -36,7 +36,6 @@ from tierloop.devices.kernels.lanes import (
     int64,
     load_lanes,
     load_one,
-    maximum,
     prefetch,
     shuffle,
     spread,
@@ -68,18 +67,22 @@ def _softmax(builder: Any, width: int, logits: Any, n: Any, top: Any) -> None:
     n = builder.mul(n, int64(width))
     end = whole(builder, builder.add(n, int64(LANES - 1)), LANES)
     nothing = float("-inf")
+
+    def larger(a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
     with counting(builder, n, end) as j:
         store(builder, ir.Constant(FLOAT, nothing), at(builder, logits, j, 4))
     lanes = ir.VectorType(FLOAT, LANES)
     held = alloca_once(builder, lanes)
     builder.store(floats(nothing), held)
     with counting(builder, int64(0), end, LANES) as j:
-        builder.store(maximum(builder, builder.load(held), load(builder, at(builder, logits, j, 4), lanes)), held)
+        builder.store(larger(load(builder, at(builder, logits, j, 4), lanes), builder.load(held)), held)
     m, size = builder.load(held), LANES
     while size > width:
         size //= 2
         low, high = list(range(size)), list(range(size, 2 * size))
-        m = maximum(builder, shuffle(builder, m, m, low), shuffle(builder, m, m, high))
+        m = larger(shuffle(builder, m, m, low), shuffle(builder, m, m, high))
     store(builder, m, top)
     # A query for which no row counts: any finite shift gives weights of 0.
     shift = builder.select(builder.fcmp_ordered("==", m, floats(nothing, width)), floats(0.0, width), m)
@@ -114,8 +117,8 @@ def _weigh(
         starts = [] if first is None else [builder.add(first, int64(LANES * k)) for k in range(max(vectors, 1))]
         targets = {(g, k): at(builder, accs[g], start, 4) for k, start in enumerate(starts) for g in range(count)}
         places = {key: alloca_once(builder, kind) for key in targets}
-        for key, target in targets.items():
-            builder.store(load(builder, target, kind), places[key])
+        for place in places.values():
+            builder.store(floats(0.0) if vectors else ir.Constant(FLOAT, 0.0), place)
         sum_kind = ir.VectorType(FLOAT, width)
         total = alloca_once(builder, sum_kind)
         if is_first:
@@ -195,13 +198,13 @@ call_cap = caller(*_CAP)
 """(address, logits, n, cap): n logits in place, with room up to the next multiple of 16."""
 call_softmax = caller(*_SOFTMAX)
 """(address, logits, n, m): n > 0 rows of logits, with room up to the next multiple of 16 floats, become weights; the
-largest logits, float32 (width,), go to `m`."""
+largest logits that are numbers, float32 (width,), go to `m`. The weight of a NaN is NaN."""
 call_rescale = caller(*_RESCALE)
 """(address, weights, rows, n, offset, out): weights times the float32 at `offset` bytes into each row."""
 call_weigh = caller(*_WEIGH)
 """(address, weights, sums, rows, n, dim, acc, acc stride, later, later nbytes, num later).
 
-l, the float32 before each acc, becomes the sum of `sums`, float32 (n, width), which are the weights without the scales
+l, the float32 before each acc, is the sum of `sums`, float32 (n, width), which are the weights without the scales
 of rows. `later` are up to n rows, of `later nbytes` each, that are asked for meanwhile.
 """
 

@@ -21,14 +21,15 @@ from tierloop.devices.kernels.compiled import (
     INTS,
     TABLE,
     kernel,
-    load_address,
     load_float,
+    load_int,
     move_bytes,
     store_float,
+    store_int,
     take_next,
 )
 from tierloop.devices.kernels.entries import CAP, MERGE, RESCALE, SOFTMAX, WEIGH
-from tierloop.devices.kernels.lanes import INT8, ITEM, LANES
+from tierloop.devices.kernels.lanes import INT8, ITEM, LANES, fill_table
 from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
 from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT, how_many_up_to
 from tierloop.devices.kernels.products import TILE, WIDTH_OF, ask_for
@@ -52,10 +53,8 @@ from tierloop.devices.kernels.tiles import (
 
 Int64 = NDArray[np.int64]
 
-_MUTABLE = types.Array(types.int64, 1, "C")
 FIRST, END, HOLE, HOLE_END = range(4)
 """Columns of what a tile sees of a split: rows FIRST … END without HOLE … HOLE_END."""
-_SEEN = types.Array(types.int64, 2, "C")
 _NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
 
 
@@ -70,7 +69,7 @@ def run_of(first_row: Int64, run: int, row: int) -> int:
 @kernel(
     INT64,
     *(TABLE, INTS, INT64, INT64, INT64, INT64),
-    *(INT64, TABLE, INT64, INT64, TABLE, INT64, _MUTABLE, _MUTABLE, _MUTABLE),
+    *(INT64, TABLE, INT64, INT64, TABLE, INT64, INT64, INT64, INT64),
 )
 def _find_rows(
     runs: Int64,
@@ -85,11 +84,14 @@ def _find_rows(
     value_base: int,
     value_spans: Int64,
     value_nbytes: int,
-    keys: Int64,
-    values: Int64,
-    positions: Int64,
+    keys: int,
+    values: int,
+    positions: int,
 ) -> int:
-    """Addresses and positions of the rows from `row` on, below `high`, that lie in one split; returns their number."""
+    """Addresses and positions of the rows from `row` on, below `high`, that lie in one split; returns their number.
+
+    They go to the int64 tables at the addresses `keys`, `values` and `positions`.
+    """
     end = (runs[run, 2] + row - first_row[run]) // split_tokens * split_tokens + split_tokens
     n = 0
     while row < high:
@@ -102,10 +104,9 @@ def _find_rows(
                 break
             key = key_base + key_spans[run, 0] + skipped * key_nbytes
             value = value_base + value_spans[run, 0] + skipped * value_nbytes
-            for i in range(count):
-                keys[n + i] = key + i * key_nbytes
-                values[n + i] = value + i * value_nbytes
-                positions[n + i] = position + i
+            fill_table(keys + 8 * n, key, key_nbytes, count)
+            fill_table(values + 8 * n, value, value_nbytes, count)
+            fill_table(positions + 8 * n, position, 1, count)
             n += count
             row += count
         if row < first_row[run + 1]:
@@ -114,23 +115,38 @@ def _find_rows(
     return n
 
 
-@kernel(types.void, INTS, INT64, INT64, INT64, INT64, _MUTABLE)
-def _look(positions: Int64, n: int, query: int, window: int, sink_tokens: int, seen: Int64) -> None:
-    """Which of the split's rows, at ascending positions, count for a query position."""
-    end = n if positions[n - 1] <= query else how_many_up_to(positions, n, query)
-    seen[FIRST], seen[END], seen[HOLE], seen[HOLE_END] = 0, end, 0, 0
-    if window == 0 or positions[0] > query - window:
-        return
-    recent = min(how_many_up_to(positions, n, query - window), end)
-    sinks = min(how_many_up_to(positions, n, sink_tokens - 1), end)
-    if sinks >= recent:
-        return
-    if sinks == 0:
-        seen[FIRST] = recent
-    elif recent == end:
-        seen[END] = sinks
-    else:
-        seen[HOLE], seen[HOLE_END] = sinks, recent
+@kernel(INT64, INT64, INT64, INT64)
+def _places_up_to(table: int, n: int, x: int) -> int:
+    """How many of the n ascending numbers of an int64 table are at most x."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if load_int(table + 8 * middle) <= x:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel(types.void, INT64, INT64, INT64, INT64, INT64, INT64)
+def _look(positions: int, n: int, query: int, window: int, sink_tokens: int, seen: int) -> None:
+    """Which of the split's rows, at a table of ascending positions, count for a query position: 4 places at `seen`."""
+    end = n if load_int(positions + 8 * (n - 1)) <= query else _places_up_to(positions, n, query)
+    first, hole, hole_end = 0, 0, 0
+    if window and load_int(positions) <= query - window:
+        recent = min(_places_up_to(positions, n, query - window), end)
+        sinks = min(_places_up_to(positions, n, sink_tokens - 1), end)
+        if sinks < recent:
+            if sinks == 0:
+                first = recent
+            elif recent == end:
+                end = sinks
+            else:
+                hole, hole_end = sinks, recent
+    store_int(seen + 8 * FIRST, first)
+    store_int(seen + 8 * END, end)
+    store_int(seen + 8 * HOLE, hole)
+    store_int(seen + 8 * HOLE_END, hole_end)
 
 
 @kernel(types.boolean, INT64, INT64)
@@ -153,7 +169,7 @@ def _copy_logits(source: int, source_stride: int, n: int, size: int, target: int
             store_float(target + j * stride + 4 * g, 0.0)
 
 
-@kernel(types.void, INTS, *(INT64,) * 6, REAL, _MUTABLE, *(INT64,) * 8)
+@kernel(types.void, INTS, *(INT64,) * 6, REAL, *(INT64,) * 9)
 def _state_of_tile(
     entries: Int64,
     dtype: int,
@@ -163,7 +179,7 @@ def _state_of_tile(
     tops: int,
     values: int,
     softcap: float,
-    seen: Int64,
+    seen: int,
     head_dim_v: int,
     state: int,
     state_stride: int,
@@ -176,11 +192,11 @@ def _state_of_tile(
     """State rows of one tile in one split from its logits, float32 (n, width), which become weights in place."""
     width = WIDTH_OF[size]
     number, stride = _NUMBER_OF_WIDTH[size], 4 * width
-    first, end = seen[FIRST], seen[END]
+    first, end = load_int(seen + 8 * FIRST), load_int(seen + 8 * END)
     if not is_given:
         if softcap > 0 and end > first:
             call_cap(entries[CAP], logits + first * stride, (end - first) * width, softcap)
-        for i in range(seen[HOLE] * width, seen[HOLE_END] * width):
+        for i in range(load_int(seen + 8 * HOLE) * width, load_int(seen + 8 * HOLE_END) * width):
             store_float(logits + 4 * i, -np.inf)
     while end > first and _no_logit(logits + (end - 1) * stride, size):
         end -= 1
@@ -189,26 +205,27 @@ def _state_of_tile(
     if end == first:
         put_identity(state, size, head_dim_v)
         for j in range(num_later):
-            ask_for(load_address(later + 8 * j), later_nbytes)
+            ask_for(load_int(later + 8 * j), later_nbytes)
         return
     weights, sums, n = logits + first * stride, logits + first * stride, end - first
     call_softmax(entries[SOFTMAX + number], weights, n, tops)
     if dtype >= INT8:
         call_rescale(entries[RESCALE + number], weights, values + 8 * first, n, value_nbytes - 4, scaled)
         weights = scaled
-    for g in range(size):
-        store_float(state + g * state_stride, load_float(tops + 4 * g))
-        for i in range(head_dim_v):
-            store_float(state + g * state_stride + 8 + 4 * i, 0.0)
     call_weigh(
         entries[WEIGH + dtype * TILE + size - 1], weights, sums, values + 8 * first, n, head_dim_v, state + 8,
         state_stride, later, later_nbytes, min(num_later, n),
     )  # fmt: skip
     for j in range(n, num_later):
-        ask_for(load_address(later + 8 * j), later_nbytes)
+        ask_for(load_int(later + 8 * j), later_nbytes)
     for g in range(size):
-        if load_float(tops + 4 * g) == -np.inf:
-            put_identity(state + g * state_stride, 1, head_dim_v)
+        place, m = state + g * state_stride, load_float(tops + 4 * g)
+        total = load_float(place + 4)
+        if total != total:
+            m = total  # a logit that is no number, which the search for the largest one passes over
+        store_float(place, m)
+        if m == -np.inf:
+            put_identity(place, 1, head_dim_v)
 
 
 @kernel(
@@ -263,9 +280,8 @@ def work_on_pieces(
     packed = np.empty((block, TILE * padded(head_dim)), np.float32)
     wide, wide_rows = np.empty(wide_nbytes(head_dim), np.uint8), np.empty(NEAR, np.int64)
     # One table for the split at hand and one for the next, whose keys are asked for meanwhile.
-    keys, values = np.empty((2, most_rows), np.int64), np.empty((2, most_rows), np.int64)
-    positions = np.empty((2, most_rows), np.int64)
-    seen = np.empty((block, 4), np.int64)
+    tables = np.empty((3, 2, most_rows), np.int64)
+    all_seen = np.empty((block, 4), np.int64)
     tops = np.empty(TILE, np.float32)
     levels = np.empty(66, np.int64)
     stack = np.empty(0, np.float32)
@@ -294,7 +310,12 @@ def work_on_pieces(
         if stack.size < needed:
             stack = np.empty(needed, np.float32)
         # Addresses are taken in here: an array lives as long as something later names it.
-        bottom, logits, scaled = stack.ctypes.data, logit_rows.ctypes.data, logit_rows[block].ctypes.data
+        bottom, logits, seen = stack.ctypes.data, logit_rows.ctypes.data, all_seen.ctypes.data
+        scaled, top = logits + block * logit_stride, tops.ctypes.data
+        keys = tables.ctypes.data
+        wide_base, wide_table, packed_base = wide.ctypes.data, wide_rows.ctypes.data, packed.ctypes.data
+        table = 8 * most_rows
+        values, positions = keys + 2 * table, keys + 4 * table
         for tile in range(0, all_tiles, block):
             num_tiles = min(block, all_tiles - tile)
             q = first_of(tile, group)
@@ -307,36 +328,40 @@ def work_on_pieces(
             depth, previous, run, row, now = 0, 0, first_run, low, 0
             n = _find_rows(
                 runs, first_row, run, row, high, split_tokens, key_base, key_spans, key_nbytes, value_base, value_spans,
-                value_nbytes, keys[0], values[0], positions[0],
+                value_nbytes, keys, values, positions,
             )  # fmt: skip
             while n:
-                split = positions[now, 0] // split_tokens
+                keys_now, values_now, positions_now = keys + now * table, values + now * table, positions + now * table
+                keys_later, values_later = keys + table - now * table, values + table - now * table
+                split = load_int(positions_now) // split_tokens
                 later, num_later = 1 - now, 0
                 if row + n < high:
                     run = run_of(first_row, run, row + n)
                     num_later = _find_rows(
                         runs, first_row, run, row + n, high, split_tokens, key_base, key_spans, key_nbytes, value_base,
-                        value_spans, value_nbytes, keys[later], values[later], positions[later],
+                        value_spans, value_nbytes, keys_later, values_later, positions + table - now * table,
                     )  # fmt: skip
                 first, end = 0, n
                 if given_logits == 0:
                     first, end = n, 0
                     for t in range(num_tiles):
                         query = q_positions[sequence, (tile + t) // tiles_of(group)]
-                        _look(positions[now], n, query, window, sink_tokens, seen[t])
-                        if seen[t, FIRST] < seen[t, END]:
-                            first, end = min(first, seen[t, FIRST]), max(end, seen[t, END])
-                    asked, asked_nbytes = keys[later].ctypes.data, key_nbytes
+                        mine = seen + 32 * t
+                        _look(positions_now, n, query, window, sink_tokens, mine)
+                        if load_int(mine + 8 * FIRST) < load_int(mine + 8 * END):
+                            first, end = min(first, load_int(mine + 8 * FIRST)), max(end, load_int(mine + 8 * END))
+                    asked, asked_nbytes = keys_later, key_nbytes
                 else:
                     for t in range(num_tiles):
-                        seen[t, FIRST], seen[t, END] = 0, n
-                    asked, asked_nbytes = values[later].ctypes.data, value_nbytes
+                        store_int(seen + 32 * t + 8 * FIRST, 0)
+                        store_int(seen + 32 * t + 8 * END, n)
+                    asked, asked_nbytes = values_later, value_nbytes
                 if first < end:
                     if given_logits == 0:
                         dots_of_tiles(
-                            entries, dtype, group, tile, num_tiles, keys[now].ctypes.data + 8 * first, end - first,
-                            packed, head_dim, logits, logit_stride, first, scale, values[now].ctypes.data + 8 * first,
-                            value_nbytes, wide.ctypes.data, wide_rows,
+                            entries, dtype, group, tile, num_tiles, keys_now + 8 * first, end - first,
+                            packed_base, head_dim, logits, logit_stride, first, scale, values_now + 8 * first,
+                            value_nbytes, wide_base, wide_table,
                         )  # fmt: skip
                     else:
                         for t in range(num_tiles):
@@ -357,7 +382,7 @@ def work_on_pieces(
                         place = bottom + depth * slot + (first_of(tile + t, group) - q) * state_stride
                         _state_of_tile(
                             entries, dtype, size_of(tile + t, group), logits + t * logit_stride, scaled,
-                            tops.ctypes.data, values[now].ctypes.data, softcap, seen[t], head_dim_v, place,
+                            top, values_now, softcap, seen + 32 * t, head_dim_v, place,
                             state_stride, asked, asked_nbytes, num_later if t == 0 else 0, given_logits != 0,
                             value_nbytes,
                         )  # fmt: skip

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import INT64, INTS, kernel, load_float
 from tierloop.devices.kernels.entries import DOTS, WIDEN
-from tierloop.devices.kernels.lanes import FLOAT32, LANES
+from tierloop.devices.kernels.lanes import FLOAT32, LANES, fill_table
 from tierloop.devices.kernels.products import TILE, WIDTH_OF, call_dots, call_widen
 
 Int64 = NDArray[np.int64]
@@ -25,7 +25,6 @@ NEAR = 16
 """Key rows that all tiles of a block read before they go on: widened, they stay in the nearest cache."""
 
 _QUERIES = types.Array(types.float32, 2, "C")
-_MUTABLE = types.Array(types.int64, 1, "C")
 _TABLE_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
 
 
@@ -93,7 +92,7 @@ def pack_queries(
                     packed[t, i // lanes * LANES + g * lanes + i % lanes] = x
 
 
-@kernel(types.void, INTS, *(INT64,) * 6, _QUERIES, *(INT64,) * 4, REAL, *(INT64,) * 3, _MUTABLE)
+@kernel(types.void, INTS, *(INT64,) * 11, REAL, *(INT64,) * 4)
 def dots_of_tiles(
     entries: Int64,
     dtype: int,
@@ -102,7 +101,7 @@ def dots_of_tiles(
     num_tiles: int,
     keys: int,
     n: int,
-    packed: NDArray[np.float32],
+    packed: int,
     dim: int,
     logits: int,
     logit_stride: int,
@@ -111,21 +110,20 @@ def dots_of_tiles(
     ahead: int,
     ahead_nbytes: int,
     wide: int,
-    wide_rows: Int64,
+    wide_table: int,
 ) -> None:
     """Logits of each tile, float32 (n, width), at `logits` + tile · `logit_stride`, from row `skipped` on.
 
-    `keys` is the address of a table of n rows of `dim` elements; `ahead` of another one, as in `call_dots`. `wide` has
-    room for NEAR rows of `padded(dim)` floats, and `wide_rows` for their addresses.
+    `keys` is the address of a table of n rows of `dim` elements; `ahead` of another one, as in `call_dots`. `packed` is
+    where the tiles are, `wide` has room for NEAR rows of `padded(dim)` floats, and `wide_table` for their addresses.
     """
     whole_dim = padded(dim)
     stride = 4 * whole_dim
-    for i in range(NEAR):
-        wide_rows[i] = wide + i * stride
-    wide_table = wide_rows.ctypes.data
     # Sub-vector tails always go through widened rows; so do small types that several queries share a vector for.
     must_widen = whole_dim != dim
     may_widen = dtype != FLOAT32 and group > 2
+    if must_widen or may_widen:
+        fill_table(wide_table, wide, stride, NEAR)
     near = NEAR if must_widen or may_widen or num_tiles > 1 else n
     for start in range(0, n, near):
         count = min(near, n - start)
@@ -137,7 +135,7 @@ def dots_of_tiles(
             out = logits + t * logit_stride + 4 * (skipped + start) * (1 << width_number)
             call_dots(
                 entries[DOTS + (FLOAT32 if is_wide else dtype) * 3 + width_number],
-                packed[t].ctypes.data,
+                packed + t * TILE * stride,
                 wide_table if is_wide else keys + 8 * start,
                 count,
                 whole_dim,

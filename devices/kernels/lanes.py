@@ -185,13 +185,19 @@ def sum_groups(builder: Any, vectors: list[Any], lanes: int) -> Any:
     return vectors[0]
 
 
-def prefetch(builder: Any, row: Any, nbytes: Any) -> None:
-    """Ask for the lines of a row."""
+LINE = 64
+"""Bytes that come from memory together."""
+import os
+
+LOC = int(os.environ.get("LOC", "2"))
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Ask for a line that will be needed soon; any address is fine."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
     ask = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-    with counting(builder, int64(0), nbytes, 64) as i:
-        builder.call(ask, [builder.inttoptr(at(builder, row, i), byte), *(ir.Constant(INT32, x) for x in (0, 2, 1))])
+    if LOC>=0: builder.call(ask, [builder.inttoptr(address, byte), *(ir.Constant(INT32, x) for x in (0, LOC, 1))])
 
 
 @inline(types.void, types.int64, types.int64, types.int64, types.int64)

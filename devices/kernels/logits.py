@@ -94,7 +94,7 @@ def _work_on_rows(
                         keys[j] = key_base + key_spans[run, 0] + (skipped + j) * nbytes
                     dots_of_tiles(
                         entries, dtype, group, tile, num_tiles, keys.ctypes.data, n, packed.ctypes.data, head_dim,
-                        found.ctypes.data, 4 * TILE * _CHUNK, 0, scale, 0, 0, wide.ctypes.data,
+                        found.ctypes.data, 4 * TILE * _CHUNK, 0, scale, keys.ctypes.data, 0, wide.ctypes.data,
                     wide_rows.ctypes.data,
                     )  # fmt: skip
                     for t in range(num_tiles):

@@ -34,6 +34,7 @@ from tierloop.devices.kernels.lanes import (
     INT64,
     ITEM,
     LANES,
+    LINE,
     NUM_TYPES,
     alloca_once,
     at,
@@ -63,16 +64,42 @@ def _rows_at_a_time() -> int:
     return 8 if llvm.get_host_cpu_features().get("avx512f") else 4
 
 
+class Asked:
+    """Lines of `count` rows, asked for in order while a loop of `steps` rounds does something else.
+
+    In order, because then the processor's own prefetcher runs ahead of it; evenly, because a burst would fill the
+    buffers that loads wait in as well. Place x of 65,536 · count is byte (x mod 65,536) / 65,536 of row x / 65,536.
+    """
+
+    def __init__(self, builder: Any, table: Any, count: Any, steps: Any, nbytes: Any, first: Any = None) -> None:
+        self._builder, self._table, self._nbytes = builder, table, nbytes
+        self._place = alloca_once(builder, INT64)
+        count = int64(count) if isinstance(count, int) else count
+        self._pace = builder.udiv(builder.shl(count, int64(16)), steps)
+        builder.store(int64(0) if first is None else first, self._place)
+
+    def step(self, lines: int) -> None:
+        """Ask for the next `lines` lines."""
+        builder = self._builder
+        place = builder.load(self._place)
+        row = load(builder, at(builder, self._table, builder.lshr(place, int64(16)), 8), INT64)
+        part = builder.lshr(builder.mul(builder.and_(place, int64(0xFFFF)), self._nbytes), int64(16))
+        for line in range(lines):
+            prefetch(builder, builder.add(row, builder.add(part, int64(LINE * line))))
+        builder.store(builder.add(place, self._pace), self._place)
+
+
 _DOTS = (WORD, WORD, WORD, WORD, WORD, REAL, WORD, WORD)
 
 
-@inline(types.void, *_DOTS, literals=3)
+@inline(types.void, *_DOTS, literals=4)
 def _dots(
     context: Any,
     builder: Any,
     dtype: int,
     width: int,
     steps: int,
+    lines: int,
     queries: Any,
     rows: Any,
     n: Any,
@@ -83,25 +110,29 @@ def _dots(
     ahead_nbytes: Any,
 ) -> None:
     lanes = LANES // width
+    chunks = builder.lshr(dim, int64(4))
     kind = ir.VectorType(FLOAT, LANES)
     each_lane = [i % lanes for i in range(LANES)]
 
     def tile(first: Any, count: int) -> None:
         which = [builder.add(first, int64(t)) for t in range(count)]
         keys = [load(builder, at(builder, rows, j, 8), INT64) for j in which]
-        with builder.if_then(builder.icmp_signed("!=", ahead_nbytes, int64(0))):
-            for j in which:
-                prefetch(builder, load(builder, at(builder, ahead, j, 8), INT64), ahead_nbytes)
+        asked = Asked(builder, at(builder, ahead, first, 8), count, chunks, ahead_nbytes)
         sums = [alloca_once(builder, kind) for _ in keys]
         for place in sums:
             builder.store(floats(0.0), place)
-        with counting(builder, int64(0), dim, lanes) as i:
-            q = load(builder, at(builder, queries, i, 4 * width), kind)
-            offset = builder.mul(i, int64(ITEM[dtype]))
-            for key, place in zip(keys, sums, strict=True):
-                k = load_lanes(context, builder, dtype, builder.add(key, offset), lanes)
-                k = k if width == 1 else shuffle(builder, k, k, each_lane)
-                builder.store(fused(builder, q, k, builder.load(place)), place)
+        # Lines that are needed next are asked for one by one, as those at hand are used: a burst would fill the
+        # buffers that these wait in as well.
+        with counting(builder, int64(0), dim, LANES) as chunk:
+            asked.step(max(1, lines * count // 4))
+            for part in range(0, LANES, lanes):
+                i = builder.add(chunk, int64(part))
+                q = load(builder, at(builder, queries, i, 4 * width), kind)
+                offset = builder.mul(i, int64(ITEM[dtype]))
+                for key, place in zip(keys, sums, strict=True):
+                    k = load_lanes(context, builder, dtype, builder.add(key, offset), lanes)
+                    k = k if width == 1 else shuffle(builder, k, k, each_lane)
+                    builder.store(fused(builder, q, k, builder.load(place)), place)
         together = min(count, lanes)
         for start in range(0, count, together):
             vectors = [builder.load(place) for place in sums[start : start + together]]
@@ -116,14 +147,14 @@ def _dots(
         tile(j, 1)
 
 
-def make_dots(dtype: int, width: int, steps: int) -> int:
+def make_dots(dtype: int, width: int, steps: int, lines: int = 1) -> int:
     """Compile `dots` for a stored type, a width, and key rows at a time."""
 
     @entry(*_DOTS)
     def dots(
         queries: int, rows: int, n: int, dim: int, out: int, scale: float, ahead: int, ahead_nbytes: int
     ) -> None:  # fmt: skip
-        _dots(dtype, width, steps, queries, rows, n, dim, out, scale, ahead, ahead_nbytes)
+        _dots(dtype, width, steps, lines, queries, rows, n, dim, out, scale, ahead, ahead_nbytes)
 
     return dots
 
@@ -158,13 +189,14 @@ def _make_widen(dtype: int) -> int:
 @inline(types.void, WORD, WORD)
 def ask_for(builder: Any, row: Any, nbytes: Any) -> None:
     """Ask for the lines of a row, which will be needed soon."""
-    prefetch(builder, row, nbytes)
+    with counting(builder, int64(0), nbytes, LINE) as i:
+        prefetch(builder, builder.add(row, i))
 
 
 call_dots = caller(*_DOTS)
 """(address, packed queries, rows, n, dim, out, scale, ahead, ahead nbytes): float32 (n, width) at `out`.
 
-`dim` is a multiple of 16. `ahead` are n rows of `ahead nbytes` each (0: none) that are asked for meanwhile.
+`dim` is a multiple of 16. `ahead` is a table of n other rows of `ahead nbytes` each that are asked for meanwhile.
 """
 call_widen = caller(*_WIDEN)
 """(address, rows, n, dim, out, out stride in bytes): float32 rows with room for `dim` rounded up to 16."""
@@ -176,7 +208,7 @@ def dots_addresses() -> list[int]:
     for dtype in range(NUM_TYPES):
         for width in WIDTHS:
             direct = dtype == FLOAT32 or width < TILE
-            addresses.append(make_dots(dtype, width, steps) if direct else 0)
+            addresses.append(make_dots(dtype, width, steps, ITEM[dtype]) if direct else 0)
     return addresses
 
 

@@ -76,7 +76,7 @@ def _work_on_rows(
             for j in range(min(left, 2 * _CHUNK)):
                 places[j] = base + spans[run, 0] + (row - first_row[run] + j) * nbytes
             # The next chunk is asked for meanwhile, where there is a whole one.
-            ahead_nbytes = nbytes if left >= 2 * _CHUNK else 0
+            ahead, ahead_nbytes = (places[_CHUNK:].ctypes.data, nbytes) if left >= 2 * _CHUNK else (places.ctypes.data, 0)
             for tile in range(0, all_tiles, most):
                 num_tiles = min(most, all_tiles - tile)
                 wanted = (runs[run, 0] * num_kv_heads + runs[run, 1]) * all_tiles + tile
@@ -88,7 +88,7 @@ def _work_on_rows(
                     packed_for = wanted
                 dots_of_tiles(
                     entries, FLOAT32, group, tile, num_tiles, places.ctypes.data, n, packed.ctypes.data, dim, found.ctypes.data,
-                    4 * TILE * _CHUNK, 0, 1.0, places[_CHUNK:].ctypes.data, ahead_nbytes if tile == 0 else 0,
+                    4 * TILE * _CHUNK, 0, 1.0, ahead, ahead_nbytes if tile == 0 else 0,
                     wide.ctypes.data,
                     wide_rows.ctypes.data,
                 )  # fmt: skip

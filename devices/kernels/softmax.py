@@ -36,12 +36,11 @@ from tierloop.devices.kernels.lanes import (
     int64,
     load_lanes,
     load_one,
-    prefetch,
     shuffle,
     spread,
     whole,
 )
-from tierloop.devices.kernels.products import TILE, WIDTH_OF, WIDTHS
+from tierloop.devices.kernels.products import TILE, WIDTH_OF, WIDTHS, Asked
 
 _VECTORS = {1: 4, 2: 2, 3: 1, 4: 1}
 """Vectors of 16 columns at a time for each number of queries: what 16 registers of 8 floats hold."""
@@ -123,13 +122,17 @@ def _weigh(
         total = alloca_once(builder, sum_kind)
         if is_first:
             builder.store(floats(0.0, width), total)
+        if vectors:
+            steps = builder.mul(n, passes)
+            begun = builder.udiv(builder.mul(builder.udiv(first, int64(vectors*LANES)), builder.shl(num_later, int64(16))), passes)
+            asked = Asked(builder, later, num_later, steps, later_nbytes, begun)
         with counting(builder, int64(0), n) as j:
             row = load(builder, at(builder, rows, j, 8), INT64)
             if is_first:
                 p = load(builder, at(builder, sums, j, 4 * width), sum_kind)
                 builder.store(builder.fadd(builder.load(total), p), total)
-                with builder.if_then(builder.icmp_signed("<", j, num_later)):
-                    prefetch(builder, load(builder, at(builder, later, j, 8), INT64), later_nbytes)
+            if vectors:
+                asked.step(max(1, vectors * ITEM[dtype] // 4))
             weight = at(builder, weights, j, 4 * width)
             factors = [load(builder, builder.add(weight, int64(4 * g)), FLOAT) for g in range(count)]
             if vectors:
@@ -146,6 +149,7 @@ def _weigh(
                 store(builder, one, builder.add(accs[g], int64(-4)))
 
     vectors = _VECTORS[count]
+    passes = builder.udiv(builder.add(dim, int64(vectors * LANES - 1)), int64(vectors * LANES))
     wide, narrow = whole(builder, dim, vectors * LANES), whole(builder, dim, LANES)
     # l goes along with the first columns, where its chain of additions costs nothing.
     with builder.if_else(builder.icmp_signed(">", wide, int64(0))) as (some, none):
@@ -205,7 +209,7 @@ call_weigh = caller(*_WEIGH)
 """(address, weights, sums, rows, n, dim, acc, acc stride, later, later nbytes, num later).
 
 l, the float32 before each acc, is the sum of `sums`, float32 (n, width), which are the weights without the scales
-of rows. `later` are up to n rows, of `later nbytes` each, that are asked for meanwhile.
+of rows. `later` is a table of `num later` rows of `later nbytes` each that are asked for meanwhile.
 """
 
 

@@ -214,10 +214,8 @@ def _state_of_tile(
         weights = scaled
     call_weigh(
         entries[WEIGH + dtype * TILE + size - 1], weights, sums, values + 8 * first, n, head_dim_v, state + 8,
-        state_stride, later, later_nbytes, min(num_later, n),
+        state_stride, later, later_nbytes, num_later,
     )  # fmt: skip
-    for j in range(n, num_later):
-        ask_for(load_int(later + 8 * j), later_nbytes)
     for g in range(size):
         place, m = state + g * state_stride, load_float(tops + 4 * g)
         total = load_float(place + 4)

@@ -80,6 +80,8 @@ class Asked:
 
     def step(self, lines: int) -> None:
         """Ask for the next `lines` lines."""
+        import os
+        if os.environ.get("LOC")=="-1": return
         builder = self._builder
         place = builder.load(self._place)
         row = load(builder, at(builder, self._table, builder.lshr(place, int64(16)), 8), INT64)
@@ -117,22 +119,34 @@ def _dots(
     def tile(first: Any, count: int) -> None:
         which = [builder.add(first, int64(t)) for t in range(count)]
         keys = [load(builder, at(builder, rows, j, 8), INT64) for j in which]
-        asked = Asked(builder, at(builder, ahead, first, 8), count, chunks, ahead_nbytes)
         sums = [alloca_once(builder, kind) for _ in keys]
         for place in sums:
             builder.store(floats(0.0), place)
-        # Lines that are needed next are asked for one by one, as those at hand are used: a burst would fill the
-        # buffers that these wait in as well.
-        with counting(builder, int64(0), dim, LANES) as chunk:
-            asked.step(max(1, lines * count // 4))
+
+        def add(chunk: Any, some: list[tuple[Any, Any]]) -> None:
             for part in range(0, LANES, lanes):
                 i = builder.add(chunk, int64(part))
                 q = load(builder, at(builder, queries, i, 4 * width), kind)
                 offset = builder.mul(i, int64(ITEM[dtype]))
-                for key, place in zip(keys, sums, strict=True):
+                for key, place in some:
                     k = load_lanes(context, builder, dtype, builder.add(key, offset), lanes)
                     k = k if width == 1 else shuffle(builder, k, k, each_lane)
                     builder.store(fused(builder, q, k, builder.load(place)), place)
+
+        pairs = list(zip(keys, sums, strict=True))
+        if width < TILE:
+            # Row after row, as memory likes it; the processor works on several of them by itself.
+            asked = Asked(builder, at(builder, ahead, first, 8), count, builder.mul(chunks, int64(count)), ahead_nbytes)
+            for pair in pairs:
+                with counting(builder, int64(0), dim, LANES) as chunk:
+                    asked.step(max(1, lines // 4))
+                    add(chunk, [pair])
+        else:
+            # All rows together, so that a query is loaded once for all of them.
+            asked = Asked(builder, at(builder, ahead, first, 8), count, chunks, ahead_nbytes)
+            with counting(builder, int64(0), dim, LANES) as chunk:
+                asked.step(max(1, lines * count // 4))
+                add(chunk, pairs)
         together = min(count, lanes)
         for start in range(0, count, together):
             vectors = [builder.load(place) for place in sums[start : start + together]]

@@ -101,31 +101,34 @@ def _sort(keys: NDArray[np.uint64], spare: NDArray[np.uint64], count: int) -> No
     best, worst = keys[0], keys[0]
     for i in range(count):
         best, worst = min(best, keys[i]), max(worst, keys[i])
-    lowest = best >> np.uint64(_INDEX_BITS)
-    left = (worst >> np.uint64(_INDEX_BITS)) - lowest
-    ends = np.empty(256, np.int64)
+    lowest, mask = best >> np.uint64(_INDEX_BITS), np.uint64(255)
+    differ = (worst >> np.uint64(_INDEX_BITS)) - lowest
+    lowest <<= np.uint64(_INDEX_BITS)
+    places = np.zeros((4, 256), np.int64)
+    for i in range(count):
+        rank = (keys[i] - lowest) >> np.uint64(_INDEX_BITS)
+        places[0, rank & mask] += 1
+        places[1, (rank >> np.uint64(8)) & mask] += 1
+        places[2, (rank >> np.uint64(16)) & mask] += 1
+        places[3, rank >> np.uint64(24)] += 1
     source, target = keys, spare
-    shift = np.uint64(_INDEX_BITS)
-    lowest <<= shift
-    moved = False
-    while left:
-        ends[:] = 0
-        for i in range(count):
-            ends[((source[i] - lowest) >> shift) & np.uint64(255)] += 1
+    digit = 0
+    while differ >> np.uint64(8 * digit):
+        shift = np.uint64(_INDEX_BITS + 8 * digit)
         total = 0
-        for digit in range(256):
-            here = ends[digit]
-            ends[digit] = total
+        for value in range(256):
+            here = places[digit, value]
+            places[digit, value] = total
             total += here
         for i in range(count):
-            digit = ((source[i] - lowest) >> shift) & np.uint64(255)
-            target[ends[digit]] = source[i]
-            ends[digit] += 1
+            value = np.int64(((source[i] - lowest) >> shift) & mask)
+            target[places[digit, value]] = source[i]
+            places[digit, value] += 1
         source, target = target, source
-        moved = not moved
-        left >>= np.uint64(8)
-        shift += np.uint64(8)
-    if moved:
+        digit += 1
+        if digit == 4:
+            break
+    if digit % 2:
         keys[:count] = spare[:count]
 
 
@@ -181,6 +184,18 @@ def _collect(
                 i += 1
 
 
+@kernel(INT64, INTS, types.Array(types.int64, 1, "C"))
+def _put_starts(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
+    """Where each list starts, in scores; returns their number, or −1 for a length that cannot be."""
+    total = 0
+    for i in range(lengths.shape[0]):
+        if not 0 <= lengths[i] < 1 << _INDEX_BITS:
+            return -1
+        starts[i] = total
+        total += lengths[i]
+    return total
+
+
 @kernel(types.void, INT64, INT64, INTS, INTS, INT64, INT64)
 def _select(
     counter: int, scores: int, starts: NDArray[np.int64], lengths: NDArray[np.int64], k: int, out: int
@@ -197,7 +212,7 @@ def _select(
             break
         length, place = lengths[which], scores + 4 * starts[which]
         wanted, found = min(k, length), 0
-        if wanted and 4 * k < length and length > keys.shape[0]:
+        if wanted and 2 * k < length and length > keys.shape[0]:
             bound = _bound_of_sample(place, length, k, keys, spare)
             found = _collect(place, length, k, bound, keys, spare)
         if found < wanted:
@@ -212,12 +227,13 @@ def _select(
 def topk(args: Topk, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int) -> None:
     """Carry out the kernel; threads share the lists. Raises ValueError for lengths or a k that cannot be."""
     lengths = np.ascontiguousarray(args.lengths, dtype=np.int64)
-    if args.k < 0 or lengths.ndim != 1 or (lengths.size and not 0 <= lengths.min() <= lengths.max() < 1 << _INDEX_BITS):
+    starts = np.empty(lengths.size, dtype=np.int64)
+    total = _put_starts(lengths, starts) if lengths.ndim == 1 and args.k >= 0 else -1
+    if total < 0:
         raise ValueError(f"k = {args.k} and lengths of shape {lengths.shape}: k ≥ 0, lengths (n,) in 0 … 2**32 needed")
     operands = Operands(bytes_of)
-    ends = np.cumsum(lengths)
-    threads = min(worthwhile(threads, int(ends[-1]) * 4), len(lengths)) if len(lengths) else 1
-    given = (operands.source(reads[0]), ends - lengths, lengths, args.k, operands.target(writes[0]))
     counter = np.zeros(8, dtype=np.uint8)
-    share(threads, partial(_select, address_of(counter), *given))
+    scores, out = operands.source(reads[0]), operands.target(writes[0])
+    threads = min(worthwhile(threads, 4 * total), len(lengths))
+    share(threads, partial(_select, address_of(counter), scores, starts, lengths, args.k, out))
     operands.finish()

@@ -197,9 +197,7 @@ def _put_starts(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
 
 
 @kernel(types.void, INT64, INT64, INTS, INTS, INT64, INT64)
-def _select(
-    counter: int, scores: int, starts: NDArray[np.int64], lengths: NDArray[np.int64], k: int, out: int
-) -> None:
+def _select(counter: int, scores: int, starts: NDArray[np.int64], lengths: NDArray[np.int64], k: int, out: int) -> None:
     """Take lists until none is left: indices int64 (n, k) of the best of each, lists at `scores` + 4 · starts."""
     most = 0
     for length in lengths:

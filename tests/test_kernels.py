@@ -23,7 +23,7 @@ from tests import oracle
 from tests.attention_case import Case, Float32, bytes_of, launch, region, same_bits, whole
 from tierloop.devices.commands import Copy, Launch, Operand, Read, Write
 from tierloop.devices.kernels import copy_bytes, run, warm_up
-from tierloop.devices.kernels.contract import DTYPES, Append, Dense, Gather, Merge, Score, Topk
+from tierloop.devices.kernels.contract import CODE_RANGE, DTYPES, Append, Dense, Gather, Merge, Score, Topk
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 
@@ -407,7 +407,7 @@ def test_gather_moves_bytes_end_to_end(source_sizes: list[int], target_sizes: li
         assert (bytes_of(one)[~inside] == before[~inside]).all()
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", sorted(DTYPES - CODE_RANGE.keys()))
 def test_append_rounds_to_nearest_even(dtype: Any) -> None:
     random = np.random.default_rng(0)
     any_bits = random.integers(0, 2**32, 100_000, dtype=np.uint32)
@@ -419,7 +419,7 @@ def test_append_rounds_to_nearest_even(dtype: Any) -> None:
     assert (launch(Append(dtype), [whole(numbers)], stored.nbytes) == stored.view(np.uint8)).all()
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("dtype", sorted(DTYPES - CODE_RANGE.keys()))
 def test_append_keeps_a_nan_a_nan(dtype: Any) -> None:
     nans = np.array([0x7F800001, 0x7FC00000, 0xFF800001, 0xFFFFFFFF], dtype=np.uint32)
     itemsize = 4 if dtype == "float32" else 2
@@ -433,6 +433,21 @@ def test_append_stores_into_many_open_blocks() -> None:
     target = pieces(np.zeros(24, dtype=np.uint16), [8, 16, 24])
     run(Launch(Append("bfloat16"), (pieces(rows, [40, -1]),), (target,)), bytes_of)
     assert (oracle.decode(contents(target).view(np.uint16), "bfloat16") == rows).all()
+
+
+@pytest.mark.parametrize("cut", [3, 6, 41])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_append_takes_elements_end_to_end_whatever_the_spans(dtype: Any, cut: int) -> None:
+    rows = np.random.default_rng(cut).normal(size=37).astype(np.float32)
+    target = pieces(np.zeros(37, dtype=np.uint16), [cut, 0, 20, -1])
+    run(Launch(Append(dtype), (pieces(rows, [100 - cut, -1]),), (target,)), bytes_of)
+    assert (contents(target).view(np.uint16) == oracle.encode(rows, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(CODE_RANGE))
+def test_append_refuses_codes(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="use quantize"):
+        launch(Append(dtype), [whole(np.zeros(4, dtype=np.float32))], 4)
 
 
 def test_dense_calls_its_function_once_with_rows_end_to_end() -> None:

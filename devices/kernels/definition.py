@@ -302,8 +302,9 @@ def dequantize(args: Dequantize, rows: Given, scales: Given | None = None) -> Fl
 
 def whole_rows(given: Given, nbytes: int) -> Bytes:
     """The rows of an operand: (rows, nbytes)."""
-    if (given.sizes % nbytes).any():
-        raise ValueError(f"span {int((given.sizes % nbytes).argmax())} is no whole number of rows of {nbytes} bytes")
+    cut = given.sizes % nbytes != 0
+    if cut.any():
+        raise ValueError(f"span {int(cut.argmax())} is no whole number of rows of {nbytes} bytes")
     return given.bytes.reshape(-1, nbytes)
 
 

@@ -49,6 +49,11 @@ def back(stored: Bytes, dtype: Any, dim: int) -> Float32:
     return launch(args, reads, rows * dim * 4).view(np.float32).reshape(rows, dim)
 
 
+def beside(numbers: Float32, towards: float) -> Float32:
+    """The next float32 of each."""
+    return np.nextafter(numbers, np.float32(towards)).astype(np.float32)
+
+
 def defined(args: Quantize | Dequantize, *operands: NDArray[np.generic]) -> Bytes:
     flat = [np.ascontiguousarray(one).view(np.uint8).reshape(-1) for one in operands]
     return define(args, [Given(one, np.array([one.nbytes])) for one in flat], [0])[0]
@@ -84,7 +89,7 @@ def test_fp8_codes_are_the_format_s_numbers() -> None:
 
 
 def test_int8_ties_go_to_the_even_code() -> None:
-    halves = np.arange(-127, 127, dtype=np.float32)[None] + np.float32(0.5)
+    halves = (np.arange(-127, 127)[None] + 0.5).astype(np.float32)
     codes = by_channel(halves, "int8").view(np.int8)[0]
     assert (codes % 2 == 0).all()
     assert (np.abs(codes - halves[0]) == 0.5).all()
@@ -92,19 +97,19 @@ def test_int8_ties_go_to_the_even_code() -> None:
 
 @pytest.mark.parametrize("towards", [-np.inf, np.inf])
 def test_next_to_a_tie_the_nearer_int8_code_is_taken(towards: float) -> None:
-    halves = np.arange(-126, 126, dtype=np.float32)[None] + np.float32(0.5)
-    codes = by_channel(np.nextafter(halves, np.float32(towards)), "int8").view(np.int8)[0]
+    halves = (np.arange(-126, 126)[None] + 0.5).astype(np.float32)
+    codes = by_channel(beside(halves, towards), "int8").view(np.int8)[0]
     assert (codes == halves[0] + (0.5 if towards > 0 else -0.5)).all()
 
 
 def test_fp8_ties_go_to_the_even_code_and_their_neighbours_to_the_nearer_one() -> None:
     codes = np.arange(127, dtype=np.uint8)[None]
     numbers = back(codes, "fp8_e4m3", 127)
-    middle = (numbers[:, 1:] + numbers[:, :-1]) / 2
+    middle = ((numbers[:, 1:] + numbers[:, :-1]) / 2).astype(np.float32)
     below, above = codes[:, :-1], codes[:, 1:]
     assert (by_channel(middle, "fp8_e4m3") == np.where(below % 2 == 0, below, above)).all()
-    assert (by_channel(np.nextafter(middle, np.float32(0)), "fp8_e4m3") == below).all()
-    assert (by_channel(np.nextafter(middle, np.float32(999)), "fp8_e4m3") == above).all()
+    assert (by_channel(beside(middle, 0), "fp8_e4m3") == below).all()
+    assert (by_channel(beside(middle, 999), "fp8_e4m3") == above).all()
     assert (by_channel(-middle, "fp8_e4m3") == by_channel(middle, "fp8_e4m3") | 0x80).all()
 
 
@@ -196,7 +201,7 @@ def test_codes_and_numbers_are_those_of_the_definition(dtype: Any, axis: Any, nu
     rows, dim = numbers.shape
     scales = random.choice([1, 0.5, 0.37, 1e-30, 3e38], size=(2, dim)).astype(np.float32)
     more = [scales] if axis == "channel" else []
-    args = Quantize(dtype, dim, axis, random.integers(0, 2, rows))
+    args = Quantize(dtype, dim, axis, random.integers(0, 2, (rows,)))
     want = defined(args, numbers, *more)
     codes = launch(args, [whole(numbers), *(whole(one) for one in more)], want.nbytes)
     assert (codes == want).all()

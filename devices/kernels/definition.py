@@ -287,16 +287,17 @@ def nearest_codes(exact: Float64, negative: NDArray[np.bool_], dtype: str) -> By
     between = (FP8_NUMBERS[:0x7E] + FP8_NUMBERS[1:0x7F]) / 2
     code = np.searchsorted(between, np.abs(exact))
     odd_tie = (between[np.minimum(code, 0x7D)] == np.abs(exact)) & (code % 2 == 1)
-    return (np.where(np.isnan(exact), 0x7F, code + odd_tie) | negative * 0x80).astype(np.uint8)
+    code = np.where(np.isnan(exact), 0x7F, code + odd_tie)
+    return np.where(negative, code | 0x80, code).astype(np.uint8)
 
 
 def dequantize(args: Dequantize, rows: Given, scales: Given | None = None) -> Float64:
     """code · scale: (rows, dim)."""
-    if scales is None:
-        whole_rows(rows, value_nbytes(args.dtype, args.dim))
-        return value_rows(rows.bytes, args.dtype, args.dim)
-    codes = whole_rows(rows, args.dim)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # a scale may be anything, infinity times 0 among it
+        if scales is None:
+            whole_rows(rows, value_nbytes(args.dtype, args.dim))
+            return value_rows(rows.bytes, args.dtype, args.dim)
+        codes = whole_rows(rows, args.dim)
         return numbers(codes, args.dtype).reshape(-1, args.dim) * scales_of_rows(args, scales, len(codes))
 
 

@@ -30,7 +30,7 @@ from tierloop.devices.kernels.plan import check_sizes
 from tierloop.devices.kernels.pool import share, worthwhile
 
 _INFINITY = 0x7F800000
-_LARGEST_INT8, _LARGEST_FP8 = np.float32(CODE_RANGE["int8"]), np.float32(CODE_RANGE["fp8_e4m3"])
+_LARGEST_INT8, _LARGEST_FP8 = CODE_RANGE["int8"], CODE_RANGE["fp8_e4m3"]
 _MUTABLE = types.Array(types.int64, 1, "C")
 
 
@@ -42,8 +42,8 @@ def _number(builder: Any, bits: Any) -> Any:
 @kernel(FLOAT, INT64, INT64, FLOAT)
 def _scale_of_row(source: int, dim: int, largest_code: float) -> float:
     bits = largest_bits(source, dim)
-    scale = np.float32(_number(bits) / largest_code)
-    return np.float32(1) if bits >= _INFINITY or scale == 0 else scale  # type: ignore[return-value]  # a float32
+    scale = _number(bits) / largest_code
+    return 1.0 if bits >= _INFINITY or scale == 0 else scale
 
 
 @kernel(types.void, INT64, INT64, INT64, INT64, INT64, INTS, INT64, INTS, INTS)

@@ -30,6 +30,7 @@ from tierloop.devices.kernels.compiled import (
     kernel,
     load,
     load_float,
+    move_bytes,
     store_int,
     take_next,
 )
@@ -132,7 +133,7 @@ def _sort(keys: NDArray[np.uint64], spare: NDArray[np.uint64], count: int) -> No
         if digit == 4:
             break
     if digit % 2:
-        keys[:count] = spare[:count]
+        move_bytes(keys.ctypes.data, spare.ctypes.data, 8 * count)
 
 
 @kernel(INT64, INT64, INT64, INT64, _KEYS, _KEYS)

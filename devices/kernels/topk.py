@@ -46,6 +46,8 @@ _INDEX_BITS = 32
 _STEP = 64
 """Scores that are compared with the bound together."""
 _SAMPLES = 1024
+_LONG = 512
+"""Scores from which on a sample costs less than it saves."""
 _SPARE = 1024
 """Room in the buffer beyond 3k, so that it is not sorted all the time for a small k."""
 _NAN_RANK = 0xFFFFFFFF
@@ -214,7 +216,7 @@ def _select(counter: int, scores: int, starts: NDArray[np.int64], lengths: NDArr
             break
         length, place = lengths[which], scores + 4 * starts[which]
         wanted, found = min(k, length), 0
-        if wanted and 2 * k < length and length > keys.shape[0]:
+        if wanted and 2 * k < length and length >= _LONG:
             bound = _bound_of_sample(place, length, k, keys, spare)
             found = _collect(place, length, k, bound, keys, spare)
         if found < wanted:

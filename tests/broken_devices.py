@@ -15,7 +15,17 @@ from tierloop.devices.conformance.runner import MACHINE
 from tierloop.devices.device import Estimate, check
 from tierloop.devices.errors import OutOfRange
 from tierloop.devices.info import Arithmetic, DeviceInfo
-from tierloop.devices.kernels.contract import Append, Attend, Dense, Gather, KernelArgs, Logits, Topk
+from tierloop.devices.kernels.contract import (
+    Append,
+    Attend,
+    Dense,
+    Dequantize,
+    Gather,
+    KernelArgs,
+    Logits,
+    Quantize,
+    Topk,
+)
 from tierloop.devices.kernels.definition import Given, define
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
@@ -466,6 +476,30 @@ def truncated(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[B
     return [(reads[0].bytes.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)]
 
 
+def halves_away_from_zero(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """A tie goes to the larger code."""
+    assert isinstance(args, Quantize)
+    if args.axis == "row":
+        return define(args, reads, nbytes)
+    rows = reads[0].bytes.view(np.float32)
+    return define(args, [Given((rows * np.float32(1 + 2**-20)).view(np.uint8), reads[0].sizes), *reads[1:]], nbytes)
+
+
+def not_saturated(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """What is too large becomes NaN, as in a conversion without saturation."""
+    assert isinstance(args, Quantize)
+    (result,) = define(args, reads, nbytes)
+    if args.dtype == "fp8_e4m3" and args.axis == "channel":
+        result[result & 0x7F == 0x7E] |= 1
+    return [result]
+
+
+def scale_of_row_zero(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """All rows by the first scales."""
+    assert isinstance(args, Dequantize)
+    return define(replace(args, which=args.which * 0), reads, nbytes)
+
+
 def in_memory_order(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
     """Spans from the last to the first."""
     assert isinstance(args, Gather)
@@ -509,6 +543,9 @@ WRONG_KERNELS: list[tuple[str, Kernel, str]] = [
     ("score", reduced_over_the_wrong_axis, "score_is_what_the_summary_says"),
     ("topk", ties_from_the_end, "topk_breaks_ties_by_index"),
     ("append", truncated, "append_rounds_to_nearest_even"),
+    ("quantize", halves_away_from_zero, "quantize_gives_the_nearest_codes"),
+    ("quantize", not_saturated, "quantize_gives_the_nearest_codes"),
+    ("dequantize", scale_of_row_zero, "dequantize_rounds_once"),
     ("gather", in_memory_order, "gather_keeps_every_byte"),
     ("dense", twice, "dense_runs_its_function_once"),
 ]

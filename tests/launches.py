@@ -10,12 +10,12 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Launch, Operand
 from tierloop.devices.device import Device
 from tierloop.devices.kernels import contract
-from tierloop.devices.kernels.contract import DType
+from tierloop.devices.kernels.contract import Codes, DType
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 
-RESULTS: dict[str, type[np.generic]] = {"topk": np.int64, "append": np.uint8}
+RESULTS: dict[str, type[np.generic]] = {"topk": np.int64, "append": np.uint8, "quantize": np.uint8}
 """What the numbers are that a kernel writes, where they are not float32."""
 
 
@@ -36,7 +36,10 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
     two_each = Segment(summaries, Spans([(384 * i, 384) for i in range(4)]))
     one_each = np.array([(s, h, 0) for s in range(2) for h in range(2)], dtype=np.int64)
     new = [region(random.normal(size=16).astype(np.float32)) for _ in range(2)]
-    item = contract.ITEMSIZE[dtype]
+    codes: Codes = "int8" if dtype == "int8" else "fp8_e4m3"
+    floats = "float32" if dtype in contract.CODE_RANGE else dtype
+    item = contract.ITEMSIZE[floats]
+    which, scales = np.array([1, 0], dtype=np.int64), random.uniform(0.1, 2, size=(2, 8)).astype(np.float32)
     open_blocks = Segment(region(np.zeros(100, dtype=np.uint8)), Spans([(0, 8 * item), (32, 0), (60, 8 * item)]))
 
     def twice(reads: list[NDArray[np.uint8]], writes: list[NDArray[np.uint8]]) -> None:
@@ -58,7 +61,9 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
         ),
         Launch(contract.Topk(4, np.array([3, 9], dtype=np.int64)), (whole(scores),), (room(8 * 8),)),
         Launch(contract.Gather(), ((new[0].all(), new[1].at(0, 32)),), (room(96),)),
-        Launch(contract.Append(dtype), ((new[0].all(),),), ((open_blocks,),)),
+        Launch(contract.Append(floats), ((new[0].all(),),), ((open_blocks,),)),
+        Launch(contract.Quantize(codes, 8, "row"), ((new[0].all(), new[1].at(32, 32)),), (room(36),)),
+        Launch(contract.Dequantize(codes, 8, "channel", which), ((new[1].at(3, 16),), whole(scales)), (room(64),)),
         Launch(contract.Dense("twice", 12, 0, 96, twice), (whole(scores),), (room(48),)),
     ]
     return {one.args.kernel: one for one in launches}

@@ -17,7 +17,10 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
 
 DEFINED = 'source = "defined: for tests"'
-KERNELS = '["attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "dense"]'
+KERNELS = (
+    '["attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "quantize", "dequantize", "dense"]'
+)
+DTYPES = '["float32", "float16", "bfloat16", "int8", "fp8_e4m3"]'
 FAR = 1 << 60
 """A deadline that no test reaches, in ns."""
 
@@ -43,7 +46,7 @@ def executor(name: str, kind: str, queues: int, overhead_ns: int, flops: int = 0
     text = f'[executors.{name}]\nkind = "{kind}"\nqueues = {queues}\nverbs = ["read", "write", "copy", "flush"]\n'
     text += number("overhead_ns", overhead_ns) + more
     if flops:
-        text += f'kernels = {KERNELS}\ndtypes = ["float32", "float16", "bfloat16"]\n' + number("flops_per_s", flops)
+        text += f"kernels = {KERNELS}\ndtypes = {DTYPES}\n" + number("flops_per_s", flops)
     return text
 
 

@@ -27,7 +27,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.hazards import HazardError
-from tierloop.devices.kernels.contract import Append, Dense, Gather, Topk
+from tierloop.devices.kernels.contract import Append, Dense, Dequantize, Gather, Quantize, Topk
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.registry import open_platform
@@ -168,6 +168,22 @@ def test_a_kernel_computes_on_the_memory_that_was_named(machine: Platform) -> No
         out = read_bytes(machine.clock, port, region.at(1024, 8), {"gpu": 2, "pnm": 2}.get(name, 0))
         assert (out.view(np.float16) == rows.astype(np.float16)).all()
         assert (done.traffic.read, done.traffic.written) == ({f"emu:{name}": 16}, {f"emu:{name}": 8})
+
+
+def test_codes_are_made_and_read_back_where_the_rows_lie(machine: Platform) -> None:
+    rows = np.array([[1.5, -2.0, 4.0, 127.0]], dtype=np.float32)
+    for name in ("gpu", "dram", "pnm"):
+        port, queue = device(machine, name), {"gpu": 2, "pnm": 2}.get(name, 0)
+        region = filled(machine, name, np.zeros(4096, dtype=np.uint8))
+        write_bytes(machine.clock, port, region.at(0, 16), rows.view(np.uint8).ravel(), queue)
+        codes = port.submit(Launch(Quantize("int8", 4, "row"), ((region.at(0, 16),),), ((region.at(64, 8),),)))
+        back = Launch(Dequantize("int8", 4, "row"), ((region.at(64, 8),),), ((region.at(128, 16),),))
+        finish(machine, port.submit(back, after=[codes]))
+        out = read_bytes(machine.clock, port, region.at(64, 4), queue).view(np.int8)
+        assert out.tolist() == [2, -2, 4, 127]
+        assert read_bytes(machine.clock, port, region.at(128, 16), queue).view(np.float32).tolist() == out.tolist()
+        assert codes.flops == 0
+        assert (codes.traffic.read, codes.traffic.written) == ({f"emu:{name}": 16}, {f"emu:{name}": 8})
 
 
 def test_dense_runs_its_function_once_when_it_ends(machine: Platform) -> None:

@@ -505,6 +505,21 @@ def test_append_stores_into_many_open_blocks() -> None:
     assert (oracle.decode(contents(target).view(np.uint16), "bfloat16") == rows).all()
 
 
+@pytest.mark.parametrize("cut", [3, 6, 41])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_append_takes_elements_end_to_end_whatever_the_spans(dtype: Any, cut: int) -> None:
+    rows = np.random.default_rng(cut).normal(size=37).astype(np.float32)
+    target = pieces(np.zeros(37, dtype=np.uint16), [cut, 0, 20, -1])
+    run(Launch(Append(dtype), (pieces(rows, [100 - cut, -1]),), (target,)), bytes_of)
+    assert (contents(target).view(np.uint16) == oracle.encode(rows, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(CODE_RANGE))
+def test_append_refuses_codes(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="use quantize"):
+        launch(Append(dtype), [whole(np.zeros(4, dtype=np.float32))], 4)
+
+
 def test_dense_calls_its_function_once_with_rows_end_to_end() -> None:
     calls = []
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tierloop.devices.conformance import compute, errors, identity, memory, ordering
+from tierloop.devices.conformance import codes, compute, errors, identity, memory, ordering
 from tierloop.devices.conformance.report import Report, Result
 from tierloop.devices.conformance.subject import Failure, Opener, Skip, Subject
 from tierloop.devices.errors import nearest
 
 Check = Callable[[Subject], None]
-_MODULES: dict[str, ModuleType] = {
-    "identity": identity,
-    "memory": memory,
-    "ordering": ordering,
-    "errors": errors,
-    "compute": compute,
+_MODULES: dict[str, tuple[ModuleType, ...]] = {
+    "identity": (identity,),
+    "memory": (memory,),
+    "ordering": (ordering,),
+    "errors": (errors,),
+    "compute": (compute, codes),
 }
 LEVELS = (*_MODULES, "stateful")
 MACHINE = "any_sequence_of_commands_agrees_with_a_dict"
@@ -30,10 +30,11 @@ MACHINE = "any_sequence_of_commands_agrees_with_a_dict"
 
 
 def checks_of(level: str) -> Iterator[tuple[str, Check]]:
-    """The checks of a level by name, in their order in the file; none of `stateful`, whose machine is no function."""
-    for name, value in list(vars(_MODULES[level]).items() if level in _MODULES else ()):
-        if name.startswith("check_"):
-            yield name.removeprefix("check_"), value
+    """The checks of a level by name, in their order in the files; none of `stateful`, whose machine is no function."""
+    for module in _MODULES.get(level, ()):
+        for name, value in list(vars(module).items()):
+            if name.startswith("check_"):
+                yield name.removeprefix("check_"), value
 
 
 def run(

@@ -208,11 +208,13 @@ class Quantize:
     """float32 rows of `dim` elements → codes.
 
     axis "row" (values): reads = (rows,); writes = (targets,), each row its codes and then its scale, which is the
-    largest magnitude of the row / CODE_RANGE, or 1 where that would be 0 or not finite.
+    largest magnitude of the row / CODE_RANGE, a division of float32, or 1 where that would be 0 or not finite (a NaN
+    in a row is its largest magnitude).
     axis "channel" (keys): reads = (rows, scales), scales float32 (s, dim) > 0; writes = (targets,), codes only; row r
     uses scales[which[r]], `which` int64 (rows,).
-    code = x / scale, rounded to the nearest, ties to even; magnitudes beyond the largest code become that code. NaN
-    becomes code 0 in int8 and NaN in fp8_e4m3.
+    code = x / scale, a division of float32, then rounded to the nearest code, ties to even; magnitudes beyond the
+    largest code become that code. NaN becomes code 0 in int8; in fp8_e4m3 it becomes NaN, and every code, NaN and
+    zero among them, has the sign of x. A span holds a whole number of rows.
     """
 
     kernel: ClassVar[str] = "quantize"

@@ -19,10 +19,12 @@ from tierloop.devices.kernels.contract import (
     Attend,
     Combine,
     Dense,
+    Dequantize,
     Gather,
     KernelArgs,
     Logits,
     Merge,
+    Quantize,
     Score,
     Topk,
     value_nbytes,
@@ -58,6 +60,10 @@ def define(args: KernelArgs, reads: list[Given], write_nbytes: list[int]) -> lis
         result = score(args, *reads)
     elif isinstance(args, Topk):
         return [topk(args, *reads).view(np.uint8).ravel()]
+    elif isinstance(args, Quantize):
+        return [quantize(args, *reads)]
+    elif isinstance(args, Dequantize):
+        result = dequantize(args, *reads)
     elif isinstance(args, Append):
         return [encode(numbers(reads[0].bytes, "float32"), args.dtype)]
     else:
@@ -257,3 +263,55 @@ def topk(args: Topk, scores: Given) -> NDArray[np.int64]:
         order = np.lexsort((np.arange(len(one)), -one))[: args.k]
         row[: len(order)] = order
     return best
+
+
+def quantize(args: Quantize, rows: Given, scales: Given | None = None) -> Bytes:
+    """Codes of float32 rows by their scales; per row, each row's scale after its codes."""
+    x = whole_rows(rows, 4 * args.dim).view(np.float32)
+    with np.errstate(all="ignore"):
+        if scales is None:
+            scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(CODE_RANGE[args.dtype])
+            scale[~np.isfinite(scale) | (scale == 0)] = 1
+        else:
+            scale = scales_of_rows(args, scales, len(x))
+        codes = nearest_codes((x / scale).astype(np.float64), np.signbit(x), args.dtype)
+    if scales is None:
+        codes = np.concatenate([codes, scale.view(np.uint8)], axis=1)
+    return codes.ravel()
+
+
+def nearest_codes(exact: Float64, negative: NDArray[np.bool_], dtype: str) -> Bytes:
+    """The nearest codes, ties to even: bytes, shaped like `exact`; of fp8_e4m3 codes the signs are given."""
+    if dtype == "int8":
+        return np.where(np.isnan(exact), 0, np.rint(np.clip(exact, -127, 127))).astype(np.int8).view(np.uint8)
+    between = (FP8_NUMBERS[:0x7E] + FP8_NUMBERS[1:0x7F]) / 2
+    code = np.searchsorted(between, np.abs(exact))
+    odd_tie = (between[np.minimum(code, 0x7D)] == np.abs(exact)) & (code % 2 == 1)
+    code = np.where(np.isnan(exact), 0x7F, code + odd_tie)
+    return np.where(negative, code | 0x80, code).astype(np.uint8)
+
+
+def dequantize(args: Dequantize, rows: Given, scales: Given | None = None) -> Float64:
+    """code · scale: (rows, dim)."""
+    with np.errstate(invalid="ignore"):  # a scale may be anything, infinity times 0 among it
+        if scales is None:
+            whole_rows(rows, value_nbytes(args.dtype, args.dim))
+            return value_rows(rows.bytes, args.dtype, args.dim)
+        codes = whole_rows(rows, args.dim)
+        return numbers(codes, args.dtype).reshape(-1, args.dim) * scales_of_rows(args, scales, len(codes))
+
+
+def whole_rows(given: Given, nbytes: int) -> Bytes:
+    """The rows of an operand: (rows, nbytes)."""
+    cut = given.sizes % nbytes != 0
+    if cut.any():
+        raise ValueError(f"span {int(cut.argmax())} is no whole number of rows of {nbytes} bytes")
+    return given.bytes.reshape(-1, nbytes)
+
+
+def scales_of_rows(args: Quantize | Dequantize, scales: Given, num_rows: int) -> NDArray[np.float32]:
+    """The scales of every row: (rows, dim)."""
+    table = scales.bytes.view(np.float32).reshape(-1, args.dim)
+    if args.which.shape != (num_rows,) or ((args.which < 0) | (args.which >= len(table))).any():
+        raise ValueError(f"which: {num_rows} numbers from 0 to {len(table) - 1} are needed")
+    return table[args.which]

@@ -15,6 +15,7 @@ from tierloop.devices.kernels.gather import gather
 from tierloop.devices.kernels.logits import logits
 from tierloop.devices.kernels.merge import merge
 from tierloop.devices.kernels.operands import BytesOf
+from tierloop.devices.kernels.quantize import dequantize, quantize
 from tierloop.devices.kernels.score import score
 from tierloop.devices.kernels.topk import topk
 
@@ -27,6 +28,8 @@ _FUNCTIONS: dict[type, Callable[..., None]] = {
     contract.Topk: topk,
     contract.Gather: gather,
     contract.Append: append,
+    contract.Quantize: quantize,
+    contract.Dequantize: dequantize,
     contract.Dense: dense,
 }
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices import kernels
 from tierloop.devices.commands import Launch
+from tierloop.devices.kernels.compiled import address_of
 from tierloop.devices.kernels.contract import KERNELS
 from tierloop.devices.regions import Region
 from tierloop.tools.bench_attention import bench_attention
@@ -40,16 +45,17 @@ TINY = Sizes(
 )  # fmt: skip
 CONTRACT = {"kernel", "dtype", "group", "head_dim", "tokens", "gb_s", "roofline_fraction", "read_fraction",
             "ratio_torch_sdpa_gqa", "ratio_torch_sdpa_reshaped", "max_error_over_bound"}  # fmt: skip
+BytesOf = Callable[[Region], NDArray[np.uint8]]
 
 
 def run_once(launch: Launch) -> int:
     return kernels.run(launch, bytes_of)
 
 
-def spoilt(launch: Launch, bytes_of: Callable[[Region], NDArray[np.uint8]], threads: int = 1) -> int:
-    """Carry a launch out, and flip a high bit of one element in the middle of what it wrote."""
+def spoilt(launch: Launch, bytes_of: BytesOf, threads: int = 1, operand: int = 0) -> int:
+    """Carry a launch out, and flip a high bit of one element in the middle of a write operand."""
     flops = kernels.run(launch, bytes_of, threads)
-    written = bytes_of(launch.writes[0][0].region)
+    written = bytes_of(launch.writes[operand][0].region)
     written[written.nbytes // 2 | 3] ^= 0x40
     return flops
 
@@ -68,10 +74,9 @@ def found() -> dict[str, Any]:
     """What `bench attention --quick --json` prints, at a tiny size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Sizes, "quick", classmethod(lambda cls, nbytes: TINY))
-        printed: list[str] = []
-        patch.setattr("sys.stdout.write", printed.append, raising=False)
-        assert main(["bench", "attention", "--quick", "--json", "--threads", "1"]) == 0
-    document: dict[str, Any] = json.loads("".join(printed))
+        with redirect_stdout(io.StringIO()) as printed:
+            assert main(["bench", "attention", "--quick", "--json", "--threads", "1"]) == 0
+    document: dict[str, Any] = json.loads(printed.getvalue())
     return document
 
 
@@ -128,7 +133,7 @@ def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_wrong_result_ends_with_exit_code_one(capsys: pytest.CaptureFixture[str]) -> None:
-    def one_is_wrong(launch: Launch, bytes_of: Callable[[Region], NDArray[np.uint8]], threads: int) -> int:
+    def one_is_wrong(launch: Launch, bytes_of: BytesOf, threads: int) -> int:
         run = spoilt if launch.args.kernel == "logits" else kernels.run
         return run(launch, bytes_of, threads)
 
@@ -146,7 +151,8 @@ def test_every_case_is_right_and_sees_one_wrong_element() -> None:
     for case in every_case():
         name = f"{case.kernel} {case.dtype} group {case.group} head_dim {case.head_dim}"
         assert case.check(run_once) <= 1, name
-        assert case.check(lambda launch: spoilt(launch, bytes_of)) > 1, name
+        for operand in range(len(case.launches[0].writes)):
+            assert case.check(partial(spoilt, bytes_of=bytes_of, operand=operand)) > 1, name
 
 
 def test_a_result_that_is_no_number_is_wrong() -> None:
@@ -188,8 +194,7 @@ def test_targets_compare_in_their_direction() -> None:
 
 
 def test_the_plain_gather_loop_copies_the_rows_in_their_order() -> None:
-    from tierloop.devices.kernels.compiled import address_of
-    from tierloop.tools import limit_kernels
+    from tierloop.tools import limit_kernels  # compiles when it is imported
 
     source = np.random.default_rng(0).integers(0, 256, 1024, dtype=np.uint8)
     target, offsets = huge_bytes(96), np.array([64, 0, 992], dtype=np.int64)
@@ -199,8 +204,6 @@ def test_the_plain_gather_loop_copies_the_rows_in_their_order() -> None:
 
 def test_the_last_level_cache_is_counted_once_for_the_cores_that_share_it(tmp_path: Path) -> None:
     assert last_level_cache_nbytes(tmp_path) == NO_CACHE_NBYTES
-    import os
-
     for cpu in os.sched_getaffinity(0):
         for level, size in (("1", "32K"), ("3", "8192K"), ("2", "nonsense")):
             index = tmp_path / f"cpu{cpu}" / "cache" / f"index{level}"

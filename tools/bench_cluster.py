@@ -10,7 +10,7 @@ from tierloop.devices.commands import Launch
 from tierloop.devices.kernels.contract import Cluster
 from tierloop.devices.kernels.definition import numbers
 from tierloop.runtime.oracle import U
-from tierloop.tools.bench_cases import Case, Float64, Run, error_over, work_of, written
+from tierloop.tools.bench_cases import Case, Float64, Run, error_if, error_over, work_of, written
 from tierloop.tools.bench_data import KV_HEADS, Int64, Sizes, Stored, bytes_of, place, whole
 from tierloop.tools.roofline import seconds
 
@@ -36,7 +36,7 @@ def cluster_case(store: Stored, sizes: Sizes) -> Case:
         for segment, (given, found) in enumerate(zip(rows, labels, strict=True)):
             clusters = CHECK_SEGMENT // CLUSTER_TOKENS
             expected = _labels(given)
-            worst = max(worst, float((found - segment * clusters != expected).sum()))
+            worst = max(worst, error_if(bool((found - segment * clusters != expected).any())))
             sums, size, count = _sums(given, expected, clusters)
             centroids = written(small).reshape(len(rows), clusters, HEAD_DIM)[segment]
             bound = (count + 2) * U * size / np.maximum(count, 1)

@@ -39,7 +39,7 @@ class Sizes:
 
     Bytes of a case and of the read loop; rows that are checked; least tries of a case and seconds for more; seconds for
     each comparison, and the head_dims that are compared; k and length of topk; tokens of a segment that is clustered,
-    and how many heads have one; tokens of the prefill that is measured, and the widths of a layer, its keys and its MLP.
+    and how many heads have one; tokens of the prefill that is measured; widths of a layer, its keys and its MLP.
     """
 
     working: int
@@ -163,7 +163,7 @@ def encode(numbers: Float32, dtype: str) -> Bytes:
     if dtype == "fp8_e4m3":
         known = FP8_NUMBERS[:0x7F]
         codes = np.searchsorted((known[1:] + known[:-1]) / 2, np.abs(numbers) / CODE_STEP[dtype])
-        return (codes + 0x80 * (numbers < 0)).astype(np.uint8)
+        return np.asarray(codes + 0x80 * (numbers < 0), dtype=np.uint8)
     return to_bytes(numbers, dtype)
 
 

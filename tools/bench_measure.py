@@ -108,7 +108,7 @@ class Report:
             f"float32, {sizes.prefill_tokens} tokens, scaled); attention's own products are left out. "
             f"prefill_share_long adds them for a prompt of {LONG_TOKENS:,} tokens, at the same FLOP/s",
             "max_error_over_bound: against float64 on the same stored bytes, a smaller slice, with the analytic bound; "
-            "of exact kernels the number of wrong elements",
+            "of kernels that are right to the bit or wrong, 0 or 1e300",
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -186,11 +186,9 @@ class _Bench:
         """What others take for the same, as ratios to the time of the case."""
         parts, row_s = case.parts, timed.time_s / case.rows
         found: dict[str, float] = {}
-        if parts is None or case.head_dim not in self.sizes.rival_dims:
-            compared = False
-        else:
-            compared = case.kernel == "attend" and parts.dtype in bench_rivals.FLOAT_TYPES
-        if compared and parts is not None:
+        if case.kernel == "attend" and parts is not None:
+            if parts.dtype not in bench_rivals.FLOAT_TYPES or parts.head_dim not in self.sizes.rival_dims:
+                return found
             torch = bench_rivals.torch_row_s(parts, self.machine.threads, self.sizes.rival_s)
             found["ratio_torch_sdpa_gqa"] = torch["gqa"] / row_s
             found["ratio_torch_sdpa_reshaped"] = torch["reshaped"] / row_s

@@ -1,6 +1,6 @@
 """Cases of the attention bench beside attention itself: score, topk, gather, append, merge, quantize, dequantize.
 
-Kernels that only choose or move are exact: their error is the number of elements that are wrong.
+Kernels that only choose or move, or round once, are right to the bit or wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from tierloop.devices.kernels.definition import encode, numbers
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.oracle import U
-from tierloop.tools.bench_cases import ROW_NBYTES, Case, Float64, Run, error_over, launch_nbytes, work_of, written
+from tierloop.tools.bench_cases import (
+    ROW_NBYTES,
+    Case,
+    Float64,
+    Run,
+    error_if,
+    error_over,
+    launch_nbytes,
+    work_of,
+    written,
+)
 from tierloop.tools.bench_data import KV_HEADS, Bytes, Float32, Sizes, Stored, bytes_of, region, repeat_into, whole
 from tierloop.tools.roofline import Work, huge_bytes
 
@@ -101,12 +111,12 @@ def topk_case(store: Stored, sizes: Sizes) -> Case:
     launches = tuple(Launch(args, (whole(one),), (whole(np.zeros(k, dtype=np.int64)),)) for one in lists)
 
     def check(run: Run) -> float:
-        wrong = 0
+        wrong = False
         for one, launch in zip(lists, launches, strict=True):
             run(launch)
             expected = np.lexsort((np.arange(length), -one))[:k]
-            wrong += int((bytes_of(launch.writes[0][0].region).view(np.int64) != expected).sum())
-        return float(wrong)
+            wrong = wrong or bool((bytes_of(launch.writes[0][0].region).view(np.int64) != expected).any())
+        return error_if(wrong)
 
     return Case("topk", "float32", None, None, length, launches, 4 * length + 8 * k, None, length, check)
 
@@ -122,7 +132,7 @@ def gather_case(store: Stored) -> Case:
     def check(run: Run) -> float:
         run(launch)
         expected = store.keys[: count * ROW_NBYTES].reshape(count, ROW_NBYTES)[offsets // ROW_NBYTES]
-        return float((target.reshape(count, ROW_NBYTES) != expected).sum())
+        return error_if(bool((target.reshape(count, ROW_NBYTES) != expected).any()))
 
     nbytes = launch_nbytes(launch)
     return Case("gather", None, None, None, count, (launch,), nbytes, Work(nbytes), count, check)
@@ -139,7 +149,7 @@ def append_case(store: Stored, dtype: DType, sizes: Sizes) -> Case:
         rows = store.keys[: sizes.check_rows * HEAD_DIM * 4]
         small = launch_of(rows)
         run(small)
-        return float((written_bytes(small) != encode(numbers(rows, "float32"), dtype)).sum())
+        return error_if(bool((written_bytes(small) != encode(numbers(rows, "float32"), dtype)).any()))
 
     launch = launch_of(store.keys)
     rows, nbytes = len(store.keys) // (HEAD_DIM * 4), launch_nbytes(launch)
@@ -266,7 +276,7 @@ def dequantize_case(store: Stored, dtype: Codes, axis: Axis, sizes: Sizes) -> Ca
         if axis == "row":
             scale = np.ascontiguousarray(given[:, HEAD_DIM:]).view(np.float32).astype(np.float64)
         exact = numbers(np.ascontiguousarray(given[:, :HEAD_DIM]).reshape(-1), dtype).reshape(few, HEAD_DIM) * scale
-        return float((written(small).reshape(exact.shape) != exact.astype(np.float32)).sum())
+        return error_if(bool((written(small).reshape(exact.shape) != exact.astype(np.float32)).any()))
 
     launch = launch_of(count)
     nbytes = launch_nbytes(launch)

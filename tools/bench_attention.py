@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tierloop.tools.bench_data import Sizes
     from tierloop.tools.bench_measure import Report, Run
 
-HEADINGS = ("kernel", "dtype", "group", "dim", "tokens", "µs", "GB/s", "GFLOP/s", "of roofline", "of read", "limit",
-            "× gqa", "× reshaped", "× other", "error", "target")  # fmt: skip
+HEADINGS = ("kernel", "dtype", "group", "dim", "tokens", "µs", "GB/s", "GFLOP/s", "roofline", "read", "limit",
+            "× gqa", "× resh.", "× other", "error", "target")  # fmt: skip
 _TEXTS = ("kernel", "dtype", "limit", "target")
 _SHORTER = {
     "ratio_torch_sdpa_": "",
@@ -94,9 +94,11 @@ def limits_table(report: Report) -> Table:
 
 def cases_table(report: Report) -> Table:
     """A row for each case; fractions of the roofline and of the read rate, ratios of times, error over its bound."""
-    table = Table(title="attention kernels", title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="attention kernels", title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in _TEXTS else "right")
+        table.add_column(heading, justify="left" if heading in _TEXTS else "right", no_wrap=heading != "target")
     for row in report.rows():
         other = row["ratio_numpy"] if row["ratio_numpy"] is not None else row["ratio_gather"]
         numbers = (row["gb_s"], row["gflop_s"], row["roofline_fraction"], row["read_fraction"])

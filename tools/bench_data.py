@@ -30,14 +30,14 @@ SPLIT_TOKENS = 64
 """What runtime.blocks.KVShape takes by default."""
 CODE_STEP = {"int8": 1 / 32, "fp8_e4m3": 1 / 64}
 """What one stands for in codes of normal numbers: four and seven standard deviations fit."""
-_DISTINCT = 4 << 20
+_DISTINCT = 1 << 20
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much the bench does; `quick` and `full` are what users get.
 
-    Bytes of a case and of the read loop; rows that are checked; least tries of a case and seconds for more; seconds for
+    Bytes of a case and of the read loop; rows that are checked; tries of a case, and seconds for more; seconds for
     each comparison, and the head_dims that are compared; k and length of topk; tokens of a segment that is clustered,
     and how many heads have one; tokens of the prefill that is measured; widths of a layer, its keys and its MLP.
     """
@@ -59,7 +59,7 @@ class Sizes:
     def quick(cls, cache_nbytes: int) -> Sizes:
         """Done in 40 s on two cores; `cache_nbytes` is the last-level cache."""
         working, read = _enough(cache_nbytes)
-        return cls(working, read, 2048, 5, 0.1, 0.3, (128,), (1024, 1 << 16), 8192, 2, 64, (4096, 1024, 14336))
+        return cls(working, read, 2048, 5, 0.05, 0.2, (128,), (1024, 1 << 16), 8192, 2, 64, (4096, 1024, 14336))
 
     @classmethod
     def full(cls, cache_nbytes: int) -> Sizes:
@@ -159,11 +159,12 @@ def bytes_of(one: Region) -> Bytes:
 def encode(numbers: Float32, dtype: str) -> Bytes:
     """Normal numbers as stored bytes, rounded to the nearest; of codes, those of numbers / CODE_STEP."""
     if dtype == "int8":
-        return np.clip(np.rint(numbers / CODE_STEP[dtype]), -127, 127).astype(np.int8).view(np.uint8)
+        codes = np.clip(np.rint(numbers / np.float32(CODE_STEP[dtype])), -127, 127)
+        return np.asarray(codes, dtype=np.int8).view(np.uint8)
     if dtype == "fp8_e4m3":
         known = FP8_NUMBERS[:0x7F]
-        codes = np.searchsorted((known[1:] + known[:-1]) / 2, np.abs(numbers) / CODE_STEP[dtype])
-        return np.asarray(codes + 0x80 * (numbers < 0), dtype=np.uint8)
+        magnitude = np.searchsorted((known[1:] + known[:-1]) / 2, np.abs(numbers) / CODE_STEP[dtype])
+        return np.where(numbers < 0, magnitude + 0x80, magnitude).astype(np.uint8)
     return to_bytes(numbers, dtype)
 
 

@@ -33,7 +33,9 @@ Progress = Callable[[str, int, int], None]
 COLUMNS = ("kernel", "dtype", "group", "head_dim", "tokens", "gb_s", "roofline_fraction", "read_fraction",
            "ratio_torch_sdpa_gqa", "ratio_torch_sdpa_reshaped", "max_error_over_bound")  # fmt: skip
 """What every case of the JSON has, null where it has no meaning."""
-_MOST_TRIES = 50
+_FEWEST_TRIES, _MOST_TRIES = 3, 50
+_SLOW = 10
+"""A case that took this many times its seconds gets no more tries than the fewest."""
 
 
 @dataclass
@@ -95,7 +97,13 @@ class Report:
     def notes(self) -> list[str]:
         """How to read the comparisons."""
         limits, sizes = self.limits, self.sizes
+        shares = [timed.found for timed in self.timed if "prefill_share" in timed.found]
         return [
+            *(
+                f"cluster takes {100 * found['prefill_share']:.2f} % of the prefill without attention's own products, "
+                f"{100 * found['prefill_share_long']:.2f} % with those of {LONG_TOKENS:,} tokens"
+                for found in shares
+            ),
             f"read rate: median of {len(limits.reads)} samples between the cases, each over {sizes.read >> 20} MiB; "
             f"{limits.reads[0] / 1e9:.1f} GB/s at the start, {limits.reads[-1] / 1e9:.1f} GB/s at the end",
             "roofline: the longer of bytes / read rate and flops / peak + conversions / their rate + exp / its rate",
@@ -171,16 +179,23 @@ class _Bench:
         error = case.check(self.run)
         for launch in case.launches:
             self.run(launch)
-        self.machine.sample_read(1)
+        near = self.machine.sample_read(1)
         times: list[float] = []
-        while len(times) < self.sizes.tries or (sum(times) < self.sizes.case_s and len(times) < _MOST_TRIES):
+        while self._again(times):
             launch = case.launches[len(times) % len(case.launches)]
             times.append(seconds(partial(self.run, launch)))
         named = {name: getattr(case, name) for name in ("kernel", "dtype", "group", "head_dim", "tokens")}
         time_s = statistics.median(times)
         timed = Timed(named, time_s, len(times), case.nbytes, case.work, case.rows, error)
-        timed.found = self._compare(case, timed)
+        timed.found = self._compare(case, timed) | {"read_gb_s_before": near / 1e9}
         return timed
+
+    def _again(self, times: list[float]) -> bool:
+        """Whether there is to be another try: `tries`, fewer of a slow case, more of a fast one."""
+        spent, budget = sum(times), self.sizes.case_s
+        if len(times) < self.sizes.tries:
+            return len(times) < _FEWEST_TRIES or spent < _SLOW * budget
+        return len(times) < _MOST_TRIES and spent < budget
 
     def _compare(self, case: Case, timed: Timed) -> dict[str, float]:
         """What others take for the same, as ratios to the time of the case."""

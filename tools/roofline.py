@@ -94,9 +94,10 @@ class Machine:
         self._negative = -10 * random.random(limit_kernels.L1_NBYTES // 4, dtype=np.float32)
         self._once_read()
 
-    def sample_read(self, passes: int = 3) -> None:
-        """Take a sample of the read rate: the median of some passes."""
+    def sample_read(self, passes: int = 3) -> float:
+        """Take a sample of the read rate: the median of some passes, bytes/s."""
         self._reads.append(self.nbytes / statistics.median(seconds(self._once_read) for _ in range(passes)))
+        return self._reads[-1]
 
     def sample_compute(self, pieces: int = 64, tries: int = 5) -> None:
         """Take samples of everything that is no memory."""

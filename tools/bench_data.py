@@ -65,7 +65,7 @@ class Sizes:
     def full(cls, cache_nbytes: int) -> Sizes:
         """Done in about four minutes on two cores."""
         working, read = _enough(cache_nbytes)
-        return cls(working, read, 4096, 9, 1.0, 1.0, (64, 128), (1024, 1 << 16), 8192, 8, 512, (4096, 1024, 14336))
+        return cls(working, read, 4096, 15, 2.0, 1.0, (64, 128), (1024, 1 << 16), 8192, 8, 512, (4096, 1024, 14336))
 
 
 def _enough(cache_nbytes: int) -> tuple[int, int]:

@@ -111,15 +111,14 @@ class Recorder:
         query, output = step.query[group].astype(np.float64), step.output[group].astype(np.float64)
         keys, values = keys[:visible], values[:visible]
         logits = self._scale * np.einsum("gd,nd->gn", query, keys)
-        dense = np.einsum("gn,nd->gd", softmax(logits), values)
+        dense = np.einsum("gn,nd->gd", _softmax(logits), values)
         if step.attended is None:
             expected = dense
-            bound = rounding_bound(query, logits, keys, values, self._scale, shape.split_tokens)
+            bound = self._bound(query, logits, keys, values)
         else:
             chosen = _positions(step.attended[head], shape.block_tokens, visible)
-            expected = np.einsum("gn,nd->gd", softmax(logits[:, chosen]), values[chosen])
-            given = (query, logits[:, chosen], keys[chosen], values[chosen])
-            bound = rounding_bound(*given, self._scale, shape.split_tokens)
+            expected = np.einsum("gn,nd->gd", _softmax(logits[:, chosen]), values[chosen])
+            bound = self._bound(query, logits[:, chosen], keys[chosen], values[chosen])
         error = np.abs(output - expected)
         ratio = error / bound
         ratio[~np.isfinite(output)] = np.inf
@@ -128,22 +127,18 @@ class Recorder:
             float(error[at]), float(bound[at]), float(ratio.max()), float(np.abs(output - dense).max()), len(output)
         )
 
-
-def rounding_bound(
-    query: Float64, logits: Float64, keys: Float64, values: Float64, scale: float, split_tokens: int
-) -> Float64:
-    """The bound of this module on |ô − o|, float64 (g, d_v), of one KV head: queries (g, d), logits (g, n), K, V."""
-    top = logits.max(axis=1, keepdims=True)
-    ds = (query.shape[1] + 2) * U * scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
-    ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
-    merges = -(-len(keys) // split_tokens)
-    factor = 2 * ds.max(axis=1, keepdims=True) + (2 * split_tokens + 8 * merges + 16) * U
-    bound: Float64 = factor * np.einsum("gn,nd->gd", softmax(logits), np.abs(values))
-    return np.maximum(bound, np.finfo(np.float32).tiny)
+    def _bound(self, query: Float64, logits: Float64, keys: Float64, values: Float64) -> Float64:
+        shape = self._shape
+        top = logits.max(axis=1, keepdims=True)
+        ds = (shape.head_dim + 2) * U * self._scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+        ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
+        merges = -(-len(keys) // shape.split_tokens)
+        factor = 2 * ds.max(axis=1, keepdims=True) + (2 * shape.split_tokens + 8 * merges + 16) * U
+        bound: Float64 = factor * np.einsum("gn,nd->gd", _softmax(logits), np.abs(values))
+        return np.maximum(bound, np.finfo(np.float32).tiny)
 
 
-def softmax(logits: Float64) -> Float64:
-    """Over the last axis, float64 (g, n)."""
+def _softmax(logits: Float64) -> Float64:
     p = np.exp(logits - logits.max(axis=1, keepdims=True))
     normalised: Float64 = p / p.sum(axis=1, keepdims=True)
     return normalised

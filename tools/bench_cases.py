@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Launch, Operand
 from tierloop.devices.kernels.contract import ITEMSIZE, Attend, Combine, DType, Logits, flops, value_nbytes
 from tierloop.devices.kernels.definition import numbers, value_rows
-from tierloop.runtime.oracle import U, rounding_bound, softmax
+from tierloop.runtime.bounds import U, rounding_bound, softmax
 from tierloop.tools.bench_data import (
     KV_HEADS,
     SPLIT_TOKENS,
@@ -248,13 +248,13 @@ def _states_error(parts: Parts, states: Float32, given: Float32 | None = None) -
     top = logits.max(axis=1)
     magnitude = parts.scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys)).max(axis=1)
     of_max = error_over(found[:, 0], top, (parts.head_dim + 2) * U * magnitude + 2 * U * np.abs(top))
-    exact = (query, logits, keys)
+    exact, merged = (query, logits, keys), -(-len(keys) // SPLIT_TOKENS)
     with np.errstate(all="ignore"):
         total = np.exp(logits - found[:, :1]).sum(axis=1, keepdims=True)
-        of_one = rounding_bound(*exact, np.ones((len(keys), 1)), parts.scale, SPLIT_TOKENS)
+        of_one = rounding_bound(*exact, np.ones((len(keys), 1)), parts.scale, SPLIT_TOKENS, merged)
         of_sum = error_over(found[:, 1:2], total, of_one * total)
         expected = np.einsum("gn,nd->gd", softmax(logits), values)
-        bound = rounding_bound(*exact, values, parts.scale, SPLIT_TOKENS)
+        bound = rounding_bound(*exact, values, parts.scale, SPLIT_TOKENS, merged)
         return max(of_max, of_sum, error_over(found[:, 2:] / found[:, 1:2], expected, bound))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from tierloop.devices.commands import Launch
 from tierloop.devices.kernels.contract import Cluster
 from tierloop.devices.kernels.definition import numbers
-from tierloop.runtime.oracle import U
+from tierloop.runtime.bounds import U
 from tierloop.tools.bench_cases import Case, Float64, Run, error_if, error_over, work_of, written
 from tierloop.tools.bench_data import KV_HEADS, Int64, Sizes, Stored, bytes_of, place, whole
 from tierloop.tools.roofline import seconds

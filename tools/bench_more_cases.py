@@ -28,7 +28,7 @@ from tierloop.devices.kernels.contract import (
 from tierloop.devices.kernels.definition import encode, numbers
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.oracle import U
+from tierloop.runtime.bounds import U
 from tierloop.tools.bench_cases import (
     ROW_NBYTES,
     Case,

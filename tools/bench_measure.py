@@ -1,7 +1,7 @@
 """The measurements of `tierloop bench attention`, in the order in which they are made, and what comes out of them.
 
-Every case is run once, then timed several times; the median counts. The read rate is sampled before and after each
-case, and the loops that compute are measured at the start and at the end of the run.
+Every case is run once, then timed several times; the median counts. The read rate is sampled between the
+cases, and the loops that compute are measured at the start and at the end of the run.
 """
 
 from __future__ import annotations
@@ -179,11 +179,11 @@ class _Bench:
         error = case.check(self.run)
         for launch in case.launches:
             self.run(launch)
-        before = self.machine.sample_read(1)
         times: list[float] = []
         while self._again(times):
             launch = case.launches[len(times) % len(case.launches)]
             times.append(seconds(partial(self.run, launch)))
+        before = self.machine.last_read
         near = (before + self.machine.sample_read(1)) / 2
         named = {name: getattr(case, name) for name in ("kernel", "dtype", "group", "head_dim", "tokens")}
         time_s = statistics.median(times)
@@ -210,7 +210,7 @@ class _Bench:
             found["ratio_torch_sdpa_reshaped"] = torch["reshaped"] / row_s
             found["torch_tokens"] = torch["tokens"]
             if parts.dtype == "float32":
-                found["ratio_numpy"] = bench_rivals.numpy_row_s(parts) / row_s
+                found["ratio_numpy"] = bench_rivals.numpy_row_s(parts, self.sizes.rival_s) / row_s
         elif case.kernel == "attend rows" and parts is not None:
             at, item = parts.where.first, ITEMSIZE[parts.dtype]
             copied = [

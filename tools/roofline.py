@@ -99,7 +99,7 @@ class Machine:
         self._reads.append(self.nbytes / statistics.median(seconds(self._once_read) for _ in range(passes)))
         return self._reads[-1]
 
-    def sample_compute(self, pieces: int = 64, tries: int = 5) -> None:
+    def sample_compute(self, pieces: int = 64, tries: int = 3) -> None:
         """Take samples of everything that is no memory."""
         sink = address_of(self._scratch) + 64  # factor and summand lie before what the loops leave
         fma = limit_kernels.FMA_ROUNDS * limit_kernels.UNROLLED * LANES * 2
@@ -113,6 +113,11 @@ class Machine:
         negative = address_of(self._negative.view(np.uint8))
         call = partial(limit_kernels.exponential_shared, pieces=pieces, address=negative, sink=sink)
         self._sample("exponentials", call, nbytes // 4, tries)
+
+    @property
+    def last_read(self) -> float:
+        """The latest sample of the read rate, bytes/s."""
+        return self._reads[-1]
 
     def limits(self) -> Limits:
         """Medians of the samples so far; there is one of everything."""
@@ -131,8 +136,7 @@ class Machine:
 
     def _sample(self, name: str, call: Callable[..., None], amount: int, tries: int) -> None:
         self.share(call)
-        times = [seconds(partial(self.share, call)) for _ in range(tries)]
-        self._computes.setdefault(name, []).append(amount / statistics.median(times))
+        self._computes.setdefault(name, []).extend(amount / seconds(partial(self.share, call)) for _ in range(tries))
 
     def share(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a loop of limit_kernels.py on all threads; its first argument is their counter."""

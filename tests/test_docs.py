@@ -112,12 +112,14 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
 def test_every_command_and_option_is_documented() -> None:
     page = (ROOT / "docs" / "command_line.md").read_text()
     code = "import typer.main, json; from tierloop.tools.cli import app; g = typer.main.get_command(app); " + (
+        "found = [(n, c) for n, c in g.commands.items()]; "
+        "found += [(f'{n} {m}', d) for n, c in found for m, d in getattr(c, 'commands', {}).items()]; "
         "print(json.dumps({n: [o for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith('--')] "
-        "for n, c in g.commands.items()}))"
+        "for n, c in found}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     commands = json.loads(done.stdout)
-    assert set(commands) == {"doctor", "list", "run", "compare", "demo", "bench", "conformance"}
+    assert set(commands) == {"doctor", "list", "run", "compare", "demo", "bench", "bench attention", "conformance"}
     for command, options in commands.items():
         assert f"## `tierloop {command}`" in page
         for option in options:

@@ -20,6 +20,7 @@ from rich.table import Table
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Launch
 from tierloop.devices.device import Device
+from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Attend, DType
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
@@ -60,6 +61,7 @@ class Figure:
 
 
 def bench(
+    context: typer.Context,
     model: options.ModelSource = "smollm2-135m",
     prompt_tokens: options.PromptTokens = 4096,
     tokens: options.NewTokens = 6,
@@ -69,8 +71,13 @@ def bench(
 ) -> None:
     """What emulation costs on this machine, as ratios. Takes a minute; close other programs first.
 
+    `bench attention` measures the attention kernels instead.
+
     Exit codes: 0 good, 1 a limit was exceeded (with --strict) or an attention output was wrong, 2 the input was wrong.
     """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
     with results(as_json) as shown:
         say("emulated commands")
         figures = command_figures()
@@ -89,6 +96,18 @@ def bench(
         shown.show(table)
     if strict and not all(figure.within for figure in figures):
         raise typer.Exit(FAILED)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Options of `bench` itself mean nothing to what stands after it. Raises ConfigurationError."""
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name and str(context.get_parameter_source(parameter.name)).endswith("COMMANDLINE")
+    ]
+    if given:
+        name = context.invoked_subcommand
+        raise ConfigurationError(f"bench {given[0]} … {name}: options of `bench {name}` stand after `{name}`")
 
 
 def command_figures() -> list[Figure]:

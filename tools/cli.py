@@ -36,6 +36,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.tools.bench import bench
+from tierloop.tools.bench_attention import attention
 from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
@@ -59,11 +60,15 @@ for command, name in (
     (run, "run"),
     (compare, "compare"),
     (demo, "demo"),
-    (bench, "bench"),
     (listing, "list"),
     (conformance, "conformance"),
 ):
     app.command(name)(command)
+
+benches = typer.Typer(invoke_without_command=True)
+benches.callback()(bench)
+benches.command("attention")(attention)
+app.add_typer(benches, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

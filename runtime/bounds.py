@@ -1,0 +1,39 @@
+"""How far attention in float32 may be from float64 on the same stored rows: the analytic bound, without tuning.
+
+With u = 2⁻²⁴, the unit roundoff of float32, and d = head_dim, the logit of row j is off by at most
+
+    ds_j ≤ (d + 2)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
+
+and the output, of which B states of `split_tokens` rows were merged, by
+
+    |ô − o| ≤ [2·max_j ds_j + (2·split_tokens + 8·B + 16)·u] · Σ_j p_j |V_j|.
+
+First-order rounding analysis of the un-normalised states, each merge adding a constant number of roundings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+U = 2.0**-24
+
+
+def rounding_bound(
+    query: Float64, logits: Float64, keys: Float64, values: Float64, scale: float, split_tokens: int, merges: int
+) -> Float64:
+    """The bound on |ô − o|, (g, d_v), of one KV head: queries (g, d), logits (g, n), keys (n, d), values (n, d_v)."""
+    top = logits.max(axis=1, keepdims=True)
+    ds = (query.shape[1] + 2) * U * scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+    ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
+    factor = 2 * ds.max(axis=1, keepdims=True) + (2 * split_tokens + 8 * merges + 16) * U
+    bound: Float64 = factor * np.einsum("gn,nd->gd", softmax(logits), np.abs(values))
+    return np.maximum(bound, np.finfo(np.float32).tiny)
+
+
+def softmax(logits: Float64) -> Float64:
+    """Over the last axis, float64 (g, n)."""
+    p = np.exp(logits - logits.max(axis=1, keepdims=True))
+    normalised: Float64 = p / p.sum(axis=1, keepdims=True)
+    return normalised

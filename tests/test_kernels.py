@@ -123,7 +123,7 @@ def test_how_many_rows_the_registers_hold_changes_no_bit(group: int) -> None:
     results = []
     for address in (int(ENTRIES[DOTS + group // 2]), *(make_dots(0, group, steps) for steps in (1, 8))):
         out = np.zeros((37, group), dtype=np.float32)
-        kind(address)(packed.ctypes.data, rows.ctypes.data, 37, 80, out.ctypes.data, 0.5, 0, 0)
+        kind(address)(packed.ctypes.data, rows.ctypes.data, 37, 80, out.ctypes.data, 0.5, rows.ctypes.data, 0)
         results.append(out)
     assert same_bits(results[0], results[1])
     assert same_bits(results[0], results[2])

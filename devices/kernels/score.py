@@ -76,7 +76,9 @@ def _work_on_rows(
             for j in range(min(left, 2 * _CHUNK)):
                 places[j] = base + spans[run, 0] + (row - first_row[run] + j) * nbytes
             # The next chunk is asked for meanwhile, where there is a whole one.
-            ahead, ahead_nbytes = (places[_CHUNK:].ctypes.data, nbytes) if left >= 2 * _CHUNK else (places.ctypes.data, 0)
+            ahead, ahead_nbytes = (
+                (places[_CHUNK:].ctypes.data, nbytes) if left >= 2 * _CHUNK else (places.ctypes.data, 0)
+            )
             for tile in range(0, all_tiles, most):
                 num_tiles = min(most, all_tiles - tile)
                 wanted = (runs[run, 0] * num_kv_heads + runs[run, 1]) * all_tiles + tile

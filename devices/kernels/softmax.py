@@ -124,7 +124,8 @@ def _weigh(
             builder.store(floats(0.0, width), total)
         if vectors:
             steps = builder.mul(n, passes)
-            begun = builder.udiv(builder.mul(builder.udiv(first, int64(vectors*LANES)), builder.shl(num_later, int64(16))), passes)
+            turn = builder.udiv(first, int64(_VECTORS[count] * LANES))
+            begun = builder.udiv(builder.mul(turn, builder.shl(num_later, int64(16))), passes)
             asked = Asked(builder, later, num_later, steps, later_nbytes, begun)
         with counting(builder, int64(0), n) as j:
             row = load(builder, at(builder, rows, j, 8), INT64)

@@ -9,6 +9,7 @@ from tierloop.devices.commands import Launch
 from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.append import append
 from tierloop.devices.kernels.attend import attend
+from tierloop.devices.kernels.cluster import cluster
 from tierloop.devices.kernels.combine import combine
 from tierloop.devices.kernels.dense import dense
 from tierloop.devices.kernels.gather import gather
@@ -27,6 +28,7 @@ _FUNCTIONS: dict[type, Callable[..., None]] = {
     contract.Topk: topk,
     contract.Gather: gather,
     contract.Append: append,
+    contract.Cluster: cluster,
     contract.Dense: dense,
 }
 

@@ -7,7 +7,7 @@
 
 Centroids are packed (blocks of 16, dim, 16 lanes), so that a product q·c is one chain of fused additions in a lane, in
 ascending order of the channel: its bits depend on neither tile, threads nor instruction set. A tile of rows shares
-each packed vector that is loaded. Blocks come last to first and a later one wins a tie, so the lowest index does; a
+each packed vector that is loaded. Of equal products that with the lower index wins, in whatever order blocks come; a
 NaN wins against nothing.
 """
 
@@ -25,6 +25,7 @@ from tierloop.devices.kernels.compiled import caller, entry, inline, load, store
 from tierloop.devices.kernels.lanes import (
     FLOAT,
     INT32,
+    INT64,
     ITEM,
     LANES,
     NUM_TYPES,
@@ -34,7 +35,6 @@ from tierloop.devices.kernels.lanes import (
     floats,
     fused,
     int64,
-    ints,
     load_lanes,
     load_one,
     shuffle,
@@ -46,15 +46,15 @@ TILE_ROWS = 12 if llvm.get_host_cpu_features().get("avx512f") else 6
 """Rows of a tile: what the registers hold beside the packed vector and a spread element. With 16 registers of 8 floats
 6 rows × 2 registers; 4 rows would be too few to keep two multipliers busy for the 4 cycles that an addition takes."""
 NOBODY = (1 << 31) - 1
-"""The index of a row that nothing has won."""
+"""The index in lanes that nothing has won, and in those of a packed block that hold no centroid (but NaN)."""
 
 _VECTOR = ir.VectorType(FLOAT, LANES)
 _INDICES = ir.VectorType(INT32, LANES)
-_ROW_NBYTES = LANES * 4
+_LANES_NBYTES = LANES * 4
 
 _WIDEN = (WORD, WORD, WORD)
-_MEET = (WORD,) * 8
-_BEST = (WORD,) * 4
+_MEET = (WORD,) * 7
+_BEST = (WORD,) * 5
 _ADD = (WORD, WORD, WORD)
 
 
@@ -62,7 +62,9 @@ _ADD = (WORD, WORD, WORD)
 def _widen(context: Any, builder: Any, dtype: int, source: Any, dim: Any, target: Any) -> None:
     full = whole(builder, dim, LANES)
     with counting(builder, int64(0), full, LANES) as i:
-        store(builder, load_lanes(context, builder, dtype, at(builder, source, i, ITEM[dtype])), at(builder, target, i, 4))
+        store(
+            builder, load_lanes(context, builder, dtype, at(builder, source, i, ITEM[dtype])), at(builder, target, i, 4)
+        )
     with builder.if_then(builder.icmp_signed("!=", full, dim), likely=False):
         store(builder, floats(0.0), at(builder, target, full, 4))
         with counting(builder, full, dim) as i:
@@ -71,67 +73,50 @@ def _widen(context: Any, builder: Any, dtype: int, source: Any, dim: Any, target
 
 
 @inline(types.void, *_MEET)
-def _meet(
-    builder: Any,
-    rows: Any,
-    row_stride: Any,
-    num_tiles: Any,
-    block: Any,
-    dim: Any,
-    first: Any,
-    values: Any,
-    indices: Any,
-) -> None:
+def _meet(builder: Any, rows: Any, num_tiles: Any, block: Any, dim: Any, names: Any, values: Any, indices: Any) -> None:
     sums = [alloca_once(builder, _VECTOR) for _ in range(TILE_ROWS)]
-    counted = ir.Constant(_INDICES, list(range(LANES)))
-    mine = builder.add(spread(builder, builder.trunc(first, INT32)), counted)
+    mine = load(builder, names, _INDICES)
     with counting(builder, int64(0), num_tiles) as tile:
         low = builder.mul(tile, int64(TILE_ROWS))
-        places = [at(builder, rows, builder.mul(builder.add(low, int64(r)), row_stride)) for r in range(TILE_ROWS)]
+        which = [builder.add(low, int64(r)) for r in range(TILE_ROWS)]
+        places = [load(builder, at(builder, rows, r, 8), INT64) for r in which]
         for place in sums:
             builder.store(floats(0.0), place)
         with counting(builder, int64(0), dim) as k:
-            centroids = load(builder, at(builder, block, k, _ROW_NBYTES), _VECTOR)
+            centroids = load(builder, at(builder, block, k, _LANES_NBYTES), _VECTOR)
             for place, row in zip(sums, places, strict=True):
                 x = spread(builder, load(builder, at(builder, row, k, 4), FLOAT))
                 builder.store(fused(builder, x, centroids, builder.load(place)), place)
-        for r, place in enumerate(sums):
-            offset = builder.mul(builder.add(low, int64(r)), int64(_ROW_NBYTES))
-            value, index = builder.add(values, offset), builder.add(indices, offset)
-            new, old = builder.load(place), load(builder, value, _VECTOR)
-            wins = builder.fcmp_ordered(">=", new, old)
+        for r, place in zip(which, sums, strict=True):
+            value, index = at(builder, values, r, _LANES_NBYTES), at(builder, indices, r, _LANES_NBYTES)
+            new, old, held = builder.load(place), load(builder, value, _VECTOR), load(builder, index, _INDICES)
+            wins = _wins(builder, new, mine, old, held)
             store(builder, builder.select(wins, new, old), value)
-            store(builder, builder.select(wins, mine, load(builder, index, _INDICES)), index)
+            store(builder, builder.select(wins, mine, held), index)
+
+
+def _wins(builder: Any, new: Any, mine: Any, old: Any, held: Any) -> Any:
+    """Whether products `new` of centroids `mine` are better than `old` of `held`: a vector of bits."""
+    tie = builder.and_(builder.fcmp_ordered("==", new, old), builder.icmp_signed("<", mine, held))
+    return builder.or_(builder.fcmp_ordered(">", new, old), tie)
 
 
 @inline(types.void, *_BEST)
-def _best(builder: Any, values: Any, indices: Any, n: Any, labels: Any) -> None:
+def _best(builder: Any, values: Any, indices: Any, n: Any, best: Any, winners: Any) -> None:
     with counting(builder, int64(0), n) as row:
-        offset = builder.mul(row, int64(_ROW_NBYTES))
-        value = load(builder, builder.add(values, offset), _VECTOR)
-        index = load(builder, builder.add(indices, offset), _INDICES)
+        value = load(builder, at(builder, values, row, _LANES_NBYTES), _VECTOR)
+        index = load(builder, at(builder, indices, row, _LANES_NBYTES), _INDICES)
         width = LANES
         while width > 1:
             half = width // 2
             lower, upper = list(range(half)), list(range(half, width))
             a, b = shuffle(builder, value, value, lower), shuffle(builder, value, value, upper)
             i, j = shuffle(builder, index, index, lower), shuffle(builder, index, index, upper)
-            tie = builder.and_(builder.fcmp_ordered("==", a, b), builder.icmp_signed("<", j, i))
-            wins = builder.or_(builder.fcmp_ordered(">", b, a), tie)
+            wins = _wins(builder, b, j, a, i)
             value, index, width = builder.select(wins, b, a), builder.select(wins, j, i), half
-        winner = builder.extract_element(index, ir.Constant(INT32, 0))
-        nobody = builder.icmp_signed("==", winner, ir.Constant(INT32, NOBODY))
-        label = builder.sext(builder.select(nobody, ir.Constant(INT32, 0), winner), int64(0).type)
-        store(builder, label, at(builder, labels, row, 8))
-
-
-@inline(types.void, WORD, WORD, WORD)
-def forget(builder: Any, values: Any, indices: Any, n: Any) -> None:
-    """No row has met a centroid yet: −inf, NOBODY."""
-    with counting(builder, int64(0), n) as row:
-        offset = builder.mul(row, int64(_ROW_NBYTES))
-        store(builder, floats(float("-inf")), builder.add(values, offset))
-        store(builder, ints(NOBODY), builder.add(indices, offset))
+        first = ir.Constant(INT32, 0)
+        store(builder, builder.extract_element(value, first), at(builder, best, row, 4))
+        store(builder, builder.extract_element(index, first), at(builder, winners, row, 4))
 
 
 @inline(types.void, *_ADD)
@@ -152,15 +137,13 @@ def _make_widen(dtype: int) -> int:
 
 
 @entry(*_MEET)
-def _compiled_meet(
-    rows: int, row_stride: int, num_tiles: int, block: int, dim: int, first: int, values: int, indices: int
-) -> None:
-    _meet(rows, row_stride, num_tiles, block, dim, first, values, indices)
+def _compiled_meet(rows: int, num_tiles: int, block: int, dim: int, names: int, values: int, indices: int) -> None:
+    _meet(rows, num_tiles, block, dim, names, values, indices)
 
 
 @entry(*_BEST)
-def _compiled_best(values: int, indices: int, n: int, labels: int) -> None:
-    _best(values, indices, n, labels)
+def _compiled_best(values: int, indices: int, n: int, best: int, winners: int) -> None:
+    _best(values, indices, n, best, winners)
 
 
 @entry(*_ADD)
@@ -171,10 +154,10 @@ def _compiled_add_row(row: int, dim: int, sums: int) -> None:
 call_widen = caller(*_WIDEN)
 """(address, source, dim, target): `dim` stored elements → float32 up to the next multiple of 16."""
 call_meet = caller(*_MEET)
-"""(address, rows, row stride, tiles, block, dim, first, values, indices): strides in bytes, `first` the index of the
-block's lane 0; values float32 and indices int32 (rows, 16)."""
+"""(address, rows, tiles, block, dim, names, values, indices): addresses of the rows at `rows`, whole tiles of them; the
+index of each lane's centroid int32 (16,) at `names`; the best so far at values float32 and indices int32 (rows, 16)."""
 call_best = caller(*_BEST)
-"""(address, values, indices, n, labels): labels int64 (n,), 0 where nothing won."""
+"""(address, values, indices, n, best, winners): the best product float32 (n,) and whose it is int32 (n,)."""
 call_add_row = caller(*_ADD)
 """(address, row, dim, sums): `dim` a multiple of 16."""
 

@@ -59,6 +59,11 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
         Launch(contract.Topk(4, np.array([3, 9], dtype=np.int64)), (whole(scores),), (room(8 * 8),)),
         Launch(contract.Gather(), ((new[0].all(), new[1].at(0, 32)),), (room(96),)),
         Launch(contract.Append(dtype), ((new[0].all(),),), ((open_blocks,),)),
+        Launch(
+            contract.Cluster(dtype, 2, 2, 24, place.runs, segment_tokens=20, cluster_tokens=8, iterations=2),
+            (place.keys,),
+            (room(12 * 24 * 4), room(8 * 120)),
+        ),
         Launch(contract.Dense("twice", 12, 0, 96, twice), (whole(scores),), (room(48),)),
     ]
     return {one.args.kernel: one for one in launches}

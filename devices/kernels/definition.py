@@ -62,7 +62,7 @@ def define(args: KernelArgs, reads: list[Given], write_nbytes: list[int]) -> lis
         return [topk(args, *reads).view(np.uint8).ravel()]
     elif isinstance(args, Cluster):
         centroids, labels = cluster(args, *reads)
-        results = [encode(centroids, "float32"), labels.view(np.uint8)]
+        results = [encode(centroids.reshape(-1), "float32"), labels.view(np.uint8)]
         for what, given, wanted in zip(("centroids", "labels"), write_nbytes, results, strict=True):
             if given != wanted.size:
                 raise ValueError(f"cluster: {what} have {given} bytes, {wanted.size} needed")

@@ -40,7 +40,7 @@ def store(rows: Float64, dtype: str) -> Bytes:
         return single.astype(np.uint16).view(np.uint8).reshape(-1)
     if dtype == "int8":
         return np.clip(np.rint(rows), -127, 127).astype(np.int8).view(np.uint8).reshape(-1)
-    codes = np.abs(rows.reshape(-1, 1) - np.nan_to_num(FP8_NUMBERS, nan=np.inf)).argmin(axis=1)
+    codes: Int64 = np.abs(rows.reshape(-1, 1) - np.nan_to_num(FP8_NUMBERS, nan=np.inf)).argmin(axis=1)
     return codes.astype(np.uint8)
 
 
@@ -228,7 +228,7 @@ def test_what_is_not_computed_again_would_not_have_changed(iterations: int) -> N
         for k in range(10):
             exact = x[:, k, None].astype(np.longdouble) * unit[None, :, k] + products
             products = exact.astype(np.float32)
-        return products.argmax(axis=1)
+        return np.asarray(products.argmax(axis=1), dtype=np.int64)
 
     def average() -> None:
         for i in np.unique(labels):
@@ -413,5 +413,5 @@ def test_results_of_another_size_are_refused_before_anything_is_written(centroid
 
 
 def test_a_dtype_that_does_not_exist_is_refused() -> None:
-    wrong = replace(Keys().args, dtype="int3")
+    wrong = replace(Keys().args, dtype="int3")  # type: ignore[arg-type]  # on purpose
     assert "dtype 'int3' is not one of" in str(check(wrong, [(6, 0)], [(1, 0), (1, 0)]))

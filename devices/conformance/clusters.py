@@ -115,7 +115,7 @@ def _encode(rows: Float64, dtype: DType) -> Bytes:
         return np.clip(np.rint(rows), -127, 127).astype(np.int8).view(np.uint8).reshape(-1)
     if dtype == "fp8_e4m3":
         finite = np.nan_to_num(_FP8, nan=np.inf)
-        return np.abs(rows.reshape(-1, 1) - finite).argmin(axis=1).astype(np.uint8)
+        return np.asarray(np.abs(rows.reshape(-1, 1) - finite).argmin(axis=1), dtype=np.uint8)
     return oracle.encode(rows.astype(np.float32), dtype)
 
 

@@ -193,13 +193,31 @@ class BlockTable:
         position = blocks * shape.block_tokens
         count = np.minimum(shape.block_tokens, int(self.length[layer]) - position)
         assert len(blocks) == 0 or int(count.min()) > 0, "a block without rows was asked for"
-        pools, offsets = places if places is not None else self.places(layer, heads, blocks)
-        new = np.ones(len(blocks), dtype=bool)
-        if len(blocks) > 1:
-            joined = (heads[1:] == heads[:-1]) & (blocks[1:] == blocks[:-1] + 1)
+        return self._join(heads, position, count, places or self.places(layer, heads, blocks), sequence)
+
+    def single_rows(
+        self, layer: int, heads: Int64, positions: Int64, sequence: int = 0, places: Places | None = None
+    ) -> Rows:
+        """Operands for single rows, sorted by (head, position); neighbours on the medium too become one run.
+
+        `places` overrides where the block of each row lies.
+        """
+        shape = self.shape
+        assert len(positions) == 0 or int(positions.max()) < self.length[layer], "a row beyond the end was asked for"
+        held = places or self.places(layer, heads, positions // shape.block_tokens)
+        within = positions % shape.block_tokens
+        offsets = held.offsets + np.stack([within * shape.row_nbytes(side) for side in (K, V)])
+        return self._join(heads, positions, np.ones_like(positions), Places(held.pools, offsets), sequence)
+
+    def _join(self, heads: Int64, position: Int64, count: Int64, places: Places, sequence: int) -> Rows:
+        """Pieces of `count` rows from a position on, each at its place, as runs: neighbours become one."""
+        shape, (pools, offsets) = self.shape, places
+        new = np.ones(len(heads), dtype=bool)
+        if len(heads) > 1:
+            joined = (heads[1:] == heads[:-1]) & (position[1:] == position[:-1] + count[:-1])
             for side in (K, V):
-                full = shape.block_tokens * shape.row_nbytes(side)
-                joined &= (pools[side, 1:] == pools[side, :-1]) & (offsets[side, 1:] == offsets[side, :-1] + full)
+                end = offsets[side, :-1] + count[:-1] * shape.row_nbytes(side)
+                joined &= (pools[side, 1:] == pools[side, :-1]) & (offsets[side, 1:] == end)
             new[1:] = ~joined
         starts = np.flatnonzero(new)
         tokens = np.add.reduceat(count, starts) if len(starts) else count

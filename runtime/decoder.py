@@ -103,6 +103,7 @@ class Decoder:
             ready,
             self._modules.scale,
             [None] * len(requests),
+            [None] * len(requests),
             self._predictor(shared, rows, after),
         )
         await self._policy.layer_input(layer, batch)
@@ -175,7 +176,15 @@ class Decoder:
         queries, keys, values = shared.projected
         for i, request in enumerate(batch.requests):
             self._recorder.rows(request.name, layer, keys[i], values[i])
-            self._recorder.attended(request.name, layer, batch.positions[i], queries[i], outputs[i], batch.attended[i])
+            self._recorder.attended(
+                request.name,
+                layer,
+                batch.positions[i],
+                queries[i],
+                outputs[i],
+                batch.attended[i],
+                batch.attended_rows[i],
+            )
 
 
 class _Activations:

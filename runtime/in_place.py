@@ -7,7 +7,9 @@ it is ordered by completions alone, so every device works at the same time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +28,31 @@ Chosen = tuple[Int64, Int64]
 """(heads, blocks), sorted by head, then block; int64 (n,) each."""
 
 
+class ChosenRows(NamedTuple):
+    """Single rows, sorted by head, then position; int64 (n,) each."""
+
+    heads: Int64
+    positions: Int64
+
+    def blocks(self, block_tokens: int) -> Chosen:
+        """The blocks that the rows lie in."""
+        block = self.positions // block_tokens
+        first = np.ones(len(block), dtype=bool)
+        first[1:] = (self.heads[1:] != self.heads[:-1]) | (block[1:] != block[:-1])
+        return self.heads[first], block[first]
+
+
 @dataclass
 class _Share:
     """What one lane attends in one layer: per request of the batch its blocks, and the roots that it returns.
 
-    `kept` holds the operands of requests whose rows here do not change from step to step.
+    `picked` holds the rows of requests of which single rows are attended, `kept` the operands of requests whose rows
+    here do not change from step to step.
     """
 
     lane: Lane
     chosen: dict[int, Chosen] = field(default_factory=dict)
+    picked: dict[int, ChosenRows] = field(default_factory=dict)
     roots: Int64 = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
     kept: dict[int, Rows] = field(default_factory=dict)
 
@@ -53,7 +71,10 @@ class _Far:
 
 
 class InPlaceAttention:
-    """Attends over the chosen blocks of each request of a batch, wherever they lie."""
+    """Attends over the chosen blocks or rows of each request of a batch, wherever they lie.
+
+    What is staged is staged by block, whichever rows of it are attended.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -101,16 +122,24 @@ class InPlaceAttention:
             self._staged[request.name, layer] = (far, done)
 
     def attend(
-        self, layer: int, batch: Batch, appended: Completion, chosen: list[Chosen] | None = None
+        self,
+        layer: int,
+        batch: Batch,
+        appended: Completion,
+        chosen: Sequence[Chosen | ChosenRows] | None = None,
     ) -> list[Completion]:
-        """Attend over the chosen blocks of each request (default: all), the newest rows after `appended`.
+        """Attend over the chosen blocks or rows of each request (default: all), the newest rows after `appended`.
 
         Returns what comes after the output.
         """
         engine, shape = self._engine, self._engine.shape
+        blocks, picked = None, {}
+        if chosen is not None:
+            picked = {i: each for i, each in enumerate(chosen) if isinstance(each, ChosenRows)}
+            blocks = [each.blocks(shape.block_tokens) if isinstance(each, ChosenRows) else each for each in chosen]
         for i, request in enumerate(batch.requests):
-            self.stage(request, layer, chosen[i] if chosen is not None else None)
-        shares = self._plan(layer, batch, chosen)
+            self.stage(request, layer, blocks[i] if blocks is not None else None)
+        shares = self._plan(layer, batch, blocks, picked)
         roots = shares[0].roots if len(shares) == 1 else np.concatenate([s.roots for s in shares])
         at_home = self._region(engine.dense.memory, layer, engine.state_nbytes(len(roots), batch.q_len), "all states")
         first_new = (batch.positions[:, 0] // shape.block_tokens).tolist()
@@ -145,7 +174,9 @@ class InPlaceAttention:
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, layer: int, batch: Batch, chosen: list[Chosen] | None) -> list[_Share]:
+    def _plan(
+        self, layer: int, batch: Batch, chosen: list[Chosen] | None, picked: dict[int, ChosenRows]
+    ) -> list[_Share]:
         """Divide the blocks over lanes; where all are attended, the plan is kept until a block moves or comes."""
         key = tuple((r.blocks, r.blocks.version, r.blocks.num_blocks(layer)) for r in batch.requests)
         if chosen is None and layer in self._plans and self._plans[layer][0] == key:
@@ -156,7 +187,10 @@ class InPlaceAttention:
             lanes = self._lanes_of(request.blocks, request.blocks.places(layer, heads, blocks))
             for lane in dict.fromkeys(lanes):
                 mine = np.array([x is lane for x in lanes])
-                shares.setdefault(lane.memory, _Share(lane)).chosen[i] = (heads[mine], blocks[mine])
+                share = shares.setdefault(lane.memory, _Share(lane))
+                share.chosen[i] = (heads[mine], blocks[mine])
+                if i in picked:
+                    share.picked[i] = self._of_blocks(request, picked[i], share.chosen[i])
         planned = list(shares.values())
         splits = [self._splits(share, batch, layer) for share in planned]
         for share, held in zip(planned, splits, strict=True):
@@ -170,11 +204,23 @@ class InPlaceAttention:
             self._plans[layer] = (key, planned)
         return planned
 
+    def _of_blocks(self, request: Request, picked: ChosenRows, chosen: Chosen) -> ChosenRows:
+        """The rows that lie in the chosen blocks."""
+        width, block_tokens = request.blocks.pool.shape[3], self._engine.shape.block_tokens
+        wanted = chosen[0] * width + chosen[1]
+        mine = np.isin(picked.heads * width + picked.positions // block_tokens, wanted)
+        return ChosenRows(picked.heads[mine], picked.positions[mine])
+
     def _splits(self, share: _Share, batch: Batch, layer: int) -> dict[tuple[int, int], Int64]:
         shape = self._engine.shape
         per_block = np.arange(shape.block_tokens // shape.split_tokens)
-        found = {}
+        found: dict[tuple[int, int], Int64] = {}
         for i, (heads, blocks) in share.chosen.items():
+            if i in share.picked:
+                of_row = share.picked[i]
+                for head in np.unique(heads).tolist():
+                    found[i, head] = np.unique(of_row.positions[of_row.heads == head] // shape.split_tokens)
+                continue
             length = int(batch.requests[i].blocks.length[layer])
             for head in np.unique(heads).tolist():
                 ids = (blocks[heads == head][:, None] * len(per_block) + per_block).ravel()
@@ -211,6 +257,10 @@ class InPlaceAttention:
         newest = bool((blocks >= first_new).any())
         if i in share.kept:
             return share.kept[i], copies, False
+        if i in share.picked:
+            heads, positions = share.picked[i]
+            places = self._places(request, layer, heads, positions // self._engine.shape.block_tokens, far)
+            return request.blocks.single_rows(layer, heads, positions, i, places), copies, newest
         rows = request.blocks.rows(layer, heads, blocks, i, self._places(request, layer, heads, blocks, far))
         if not newest:
             share.kept[i] = rows

@@ -48,6 +48,7 @@ class _Step:
     query: NDArray[np.float32]
     output: NDArray[np.float32]
     attended: list[Int64] | None
+    unit: int
 
 
 @dataclass
@@ -88,10 +89,15 @@ class Recorder:
         queries: NDArray[np.float32],
         outputs: NDArray[np.float32],
         blocks: list[Int64] | None,
+        rows: list[Int64] | None = None,
     ) -> None:
-        """One step of one layer: float32 (q_len, q heads, d) and (q_len, q heads, d_v); blocks per KV head or None."""
+        """One step of one layer: float32 (q_len, q heads, d) and (q_len, q heads, d_v).
+
+        Of each KV head the blocks, or the positions of the rows, that were attended; None: all of them.
+        """
+        chosen, unit = (blocks, self._shape.block_tokens) if rows is None else (rows, 1)
         for position, query, output in zip(positions.tolist(), queries, outputs, strict=True):
-            self._requests[name].steps[layer].append(_Step(position, query.copy(), output.copy(), blocks))
+            self._requests[name].steps[layer].append(_Step(position, query.copy(), output.copy(), chosen, unit))
 
     def verdict(self) -> Verdict:
         """Check everything that was recorded."""
@@ -114,11 +120,11 @@ class Recorder:
         dense = np.einsum("gn,nd->gd", _softmax(logits), values)
         if step.attended is None:
             expected = dense
-            bound = self._bound(query, logits, keys, values)
+            bound = self._bound(query, logits, keys, values, np.arange(visible))
         else:
-            chosen = _positions(step.attended[head], shape.block_tokens, visible)
+            chosen = _positions(step.attended[head], step.unit, visible)
             expected = np.einsum("gn,nd->gd", _softmax(logits[:, chosen]), values[chosen])
-            bound = self._bound(query, logits[:, chosen], keys[chosen], values[chosen])
+            bound = self._bound(query, logits[:, chosen], keys[chosen], values[chosen], chosen)
         error = np.abs(output - expected)
         ratio = error / bound
         ratio[~np.isfinite(output)] = np.inf
@@ -127,12 +133,12 @@ class Recorder:
             float(error[at]), float(bound[at]), float(ratio.max()), float(np.abs(output - dense).max()), len(output)
         )
 
-    def _bound(self, query: Float64, logits: Float64, keys: Float64, values: Float64) -> Float64:
+    def _bound(self, query: Float64, logits: Float64, keys: Float64, values: Float64, rows: Int64) -> Float64:
         shape = self._shape
         top = logits.max(axis=1, keepdims=True)
         ds = (shape.head_dim + 2) * U * self._scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
         ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
-        merges = -(-len(keys) // shape.split_tokens)
+        merges = len(np.unique(rows // shape.split_tokens))
         factor = 2 * ds.max(axis=1, keepdims=True) + (2 * shape.split_tokens + 8 * merges + 16) * U
         bound: Float64 = factor * np.einsum("gn,nd->gd", _softmax(logits), np.abs(values))
         return np.maximum(bound, np.finfo(np.float32).tiny)
@@ -144,8 +150,8 @@ def _softmax(logits: Float64) -> Float64:
     return normalised
 
 
-def _positions(blocks: Int64, block_tokens: int, visible: int) -> Int64:
-    positions = (blocks[:, None] * block_tokens + np.arange(block_tokens)).ravel()
+def _positions(chosen: Int64, unit: int, visible: int) -> Int64:
+    positions = (chosen[:, None] * unit + np.arange(unit)).ravel()
     return np.asarray(positions[positions < visible], dtype=np.int64)
 
 

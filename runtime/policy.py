@@ -68,7 +68,7 @@ class Batch:
     `new_keys` and `new_values` float32 (n, kv heads, q_len, head_dim); `output` float32 (n, q_len, q heads,
     head_dim_v). `ready` is the completion that makes queries and rows valid; `positions` int64 (n, q_len) are the
     logical positions of the new tokens. `attended` may name, per request, the blocks of each KV head that were attended
-    (None: all of them), for the oracle.
+    (None: all of them), for the oracle; `attended_rows` likewise the positions, where rows are chosen and not blocks.
     """
 
     requests: list[Request]
@@ -80,6 +80,7 @@ class Batch:
     ready: Completion
     scale: float
     attended: list[list[Int64] | None] = field(default_factory=list)
+    attended_rows: list[list[Int64] | None] = field(default_factory=list)
     project: Callable[[int], Awaitable[NDArray[np.float32]]] | None = None
     """A layer's queries predicted from this layer's input: project(layer) → float32 (n, q_len, q heads, head_dim)."""
 

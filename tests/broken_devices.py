@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -15,9 +16,11 @@ from tierloop.devices.conformance.runner import MACHINE
 from tierloop.devices.device import Estimate, check
 from tierloop.devices.errors import OutOfRange
 from tierloop.devices.info import Arithmetic, DeviceInfo
+from tierloop.devices.kernels import definition
 from tierloop.devices.kernels.contract import (
     Append,
     Attend,
+    Cluster,
     Dense,
     Dequantize,
     Gather,
@@ -527,6 +530,31 @@ def average_of_parts(args: KernelArgs, reads: list[Given], nbytes: list[int]) ->
     return [(result.view(np.float32) / 2).view(np.uint8)]
 
 
+def counted_per_segment(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """Labels that begin at 0 again where they should go on."""
+    assert isinstance(args, Cluster)
+    centroids, labels = define(args, reads, nbytes)
+    return [centroids, (labels.view(np.int64) % 4).view(np.uint8)]
+
+
+def directions_for_means(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """Centroids as they are compared with rows, normalised."""
+    assert isinstance(args, Cluster)
+    centroids, labels = define(args, reads, nbytes)
+    rows = centroids.view(np.float32).reshape(-1, args.head_dim)
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    return [(rows / np.maximum(length, 1e-30)).view(np.uint8).reshape(-1), labels]
+
+
+def by_distance_to_zero(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """Products with centroids that are not normalised: the longest wins."""
+    assert isinstance(args, Cluster)
+    if args.iterations:
+        return define(args, reads, nbytes)
+    with mock.patch.object(definition, "nearest_of", lambda x, centroids: (x @ centroids.T).argmax(axis=1)):
+        return define(args, reads, nbytes)
+
+
 WRONG_KERNELS: list[tuple[str, Kernel, str]] = [
     ("attend", base_two, "attend_is_attention"),
     ("attend", nan_when_empty, "empty_parts_are_identities"),
@@ -541,6 +569,9 @@ WRONG_KERNELS: list[tuple[str, Kernel, str]] = [
     ("combine", half_precision, "combine_is_attention_of_given_logits"),
     ("merge", average_of_parts, "merge_is_the_softmax_over_parts"),
     ("score", reduced_over_the_wrong_axis, "score_is_what_the_summary_says"),
+    ("cluster", counted_per_segment, "cluster_gives_each_row_its_centroid"),
+    ("cluster", directions_for_means, "cluster_gives_each_row_its_centroid"),
+    ("cluster", by_distance_to_zero, "cluster_gives_each_row_its_centroid"),
     ("topk", ties_from_the_end, "topk_breaks_ties_by_index"),
     ("append", truncated, "append_rounds_to_nearest_even"),
     ("quantize", halves_away_from_zero, "quantize_gives_the_nearest_codes"),

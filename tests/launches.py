@@ -64,6 +64,11 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
         Launch(contract.Append(floats), ((new[0].all(),),), ((open_blocks,),)),
         Launch(contract.Quantize(codes, 8, "row"), ((new[0].all(), new[1].at(32, 32)),), (room(36),)),
         Launch(contract.Dequantize(codes, 8, "channel", which), ((new[1].at(3, 16),), whole(scales)), (room(64),)),
+        Launch(
+            contract.Cluster(dtype, 2, 2, 24, place.runs, segment_tokens=20, cluster_tokens=8, iterations=2),
+            (place.keys,),
+            (room(12 * 24 * 4), room(8 * 120)),
+        ),
         Launch(contract.Dense("twice", 12, 0, 96, twice), (whole(scores),), (room(48),)),
     ]
     return {one.args.kernel: one for one in launches}

@@ -127,7 +127,8 @@ def decode_values(stored: Stored, dtype: str) -> Float64:
     if dtype not in CODES:
         return decode(stored, dtype)
     scales = np.ascontiguousarray(stored[..., -4:]).view(np.float32).astype(np.float64)
-    return decode(np.ascontiguousarray(stored[..., :-4]), dtype) * scales
+    codes: NDArray[np.uint8] = np.ascontiguousarray(stored[..., :-4]).view(np.uint8)
+    return decode(codes, dtype) * scales
 
 
 def logits(

@@ -113,12 +113,11 @@ def test_what_the_system_cannot_map_is_out_of_memory(site: Site) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_kernel_has_the_bits_of_the_kernels_package(site: Site, device: Cpu, dtype: Any) -> None:
     for kernel, launch in every_kernel(dtype).items():
-        (there,) = carry_out(site.clock, device, launch)
+        results = carry_out(site.clock, device, launch)
         flops = run(launch, bytes_of)
-        here = np.concatenate(
-            [bytes_of(r)[o : o + n] for r, spans in launch.writes[0] for o, n in spans.array.tolist()]
-        )
-        assert (there == here).all(), kernel
+        for there, operand in zip(results, launch.writes, strict=True):
+            here = np.concatenate([bytes_of(r)[o : o + n] for r, spans in operand for o, n in spans.array.tolist()])
+            assert (there == here).all(), kernel
         assert flops == contract.flops(launch.args, [sum(s.nbytes for _, s in operand) for operand in launch.reads])
 
 

@@ -32,7 +32,7 @@ def cases(draw: st.DrawFn, masked: bool = True, dtypes: Sequence[str] = sorted(D
     """Small cases of every shape, odd dimensions among them."""
     q_len = draw(st.integers(1, 3))
     return Case(
-        dtype=draw(st.sampled_from(list(dtypes))),  # type: ignore[arg-type]  # names of types
+        dtype=draw(st.sampled_from(list(dtypes))),
         num_sequences=draw(st.integers(1, 2)),
         num_kv_heads=draw(st.integers(1, 2)),
         group=draw(st.integers(1, 6)),

@@ -23,7 +23,7 @@ from tests import oracle
 from tests.attention_case import Case, Float32, bytes_of, launch, region, same_bits, whole
 from tierloop.devices.commands import Copy, Launch, Operand, Read, Write
 from tierloop.devices.kernels import copy_bytes, run, warm_up
-from tierloop.devices.kernels.contract import CODE_RANGE, DTYPES, Append, Dense, Gather, Merge, Score, Topk
+from tierloop.devices.kernels.contract import CODE_RANGE, DTYPES, Append, Cluster, Dense, Gather, Merge, Score, Topk
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 
@@ -620,6 +620,7 @@ def digest() -> str:
     """The bits of some small cases, in every stored type: what must be the same on every machine."""
     # Not by `run`, which would compile all other kernels as well.
     from tierloop.devices.kernels.attend import attend
+    from tierloop.devices.kernels.cluster import cluster
 
     total = hashlib.sha256()
     for dtype in sorted(DTYPES):
@@ -631,6 +632,10 @@ def digest() -> str:
         reads = (whole(case.queries), place.keys, place.values)
         attend(case.attend_args(place.runs, roots), reads, (states,), bytes_of, threads=1)
         total.update(contents(states).tobytes())
+        args = Cluster(dtype, 1, 1, 40, place.runs, cluster_tokens=2)  # type: ignore[arg-type]
+        clusters = whole(np.zeros((25, 40), dtype=np.float32)), whole(np.zeros(50, dtype=np.int64))
+        cluster(args, (place.keys,), clusters, bytes_of, threads=1)
+        total.update(contents(clusters[0]).tobytes() + contents(clusters[1]).tobytes())
     return total.hexdigest()
 
 

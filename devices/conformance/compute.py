@@ -11,6 +11,7 @@ import numpy as np
 
 from tierloop.devices.commands import Launch
 from tierloop.devices.conformance import oracle
+from tierloop.devices.conformance.clusters import judge_labels, judge_means, judge_nearest, make_keys, run_cluster
 from tierloop.devices.conformance.judging import judge, judge_identities, judge_states
 from tierloop.devices.conformance.launches import (
     Bench,
@@ -266,6 +267,24 @@ def check_topk_breaks_ties_by_index(subject: Subject) -> None:
             if wrong.size:
                 i, j = wrong[0].tolist()
                 expect(False, f"topk, k {k}, list {i}: place {j} is index {got[i, j]}, not {want[i, j]}")
+        bench.free()
+
+
+def check_cluster_gives_each_row_its_centroid(subject: Subject) -> None:
+    """Separated rows are told apart, other rows get the best centroid, and centroids are the means of their rows."""
+    for lane in subject.kernel_lanes("cluster"):
+        bench = Bench(subject, lane)
+        for dtype in sorted(lane.executor.dtypes):
+            for dim in (64, 20, 128):
+                what = f"cluster, {dtype}, head_dim {dim}"
+                easy = make_keys(dtype, dim, 1.0, subject.rng)  # type: ignore[arg-type]  # a dtype of the device
+                centroids, labels = run_cluster(bench, easy, 5)
+                judge_labels(labels, easy.labels, what)
+                judge_means(bench, easy, centroids, labels, what)
+                hard = make_keys(dtype, dim, 40.0, subject.rng)  # type: ignore[arg-type]  # likewise
+                centroids, labels = run_cluster(bench, hard, 0)
+                judge_nearest(bench, hard, labels, f"{what}, no round")
+                judge_means(bench, hard, centroids, labels, f"{what}, no round")
         bench.free()
 
 

@@ -263,6 +263,28 @@ class Cluster:
     iterations: int = 10
 
 
+def cut_into_segments(rows: int, segment_tokens: int) -> list[int]:
+    """The rows of each segment of `rows` rows of one sequence and KV head, as `Cluster` cuts them."""
+    full, rest = divmod(rows, segment_tokens)
+    sizes = [segment_tokens] * full
+    if rest and full and 2 * rest < segment_tokens:
+        sizes[-1] += rest
+    elif rest:
+        sizes.append(rest)
+    return sizes
+
+
+def num_clusters(rows: int, segment_tokens: int = 8192, cluster_tokens: int = 16) -> int:
+    """How many centroids `Cluster` makes of `rows` rows of one sequence and KV head; those of a launch are the sum."""
+    full, rest = divmod(rows, segment_tokens)
+    last = 0
+    if rest and full and 2 * rest < segment_tokens:
+        full, last = full - 1, segment_tokens + rest
+    elif rest:
+        last = rest
+    return full * max(1, segment_tokens // cluster_tokens) + (max(1, last // cluster_tokens) if last else 0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
     """A projection, an MLP, sampling or a prefill chunk: the cost, and the function that produces the numbers.
@@ -365,6 +387,10 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         wrong = _wrong_codes(args)
         if wrong is not None:
             return wrong
+    if isinstance(args, Cluster):
+        wrong = _wrong_clusters(args)
+        if wrong is not None:
+            return wrong
     if isinstance(args, (Attend, Logits)):
         wrong = _wrong_masks(args)
         if wrong is not None:
@@ -434,6 +460,13 @@ def _wrong_codes(args: Quantize | Dequantize) -> str | None:
     if args.axis not in ("row", "channel"):
         return f"{args.kernel}: axis {args.axis!r} is not one of row, channel"
     return None if args.dim > 0 else f"{args.kernel}: dim is {args.dim}; allowed: at least 1"
+
+
+def _wrong_clusters(args: Cluster) -> str | None:
+    for name in ("head_dim", "segment_tokens", "cluster_tokens"):
+        if getattr(args, name) < 1:
+            return f"cluster: {name} is {getattr(args, name)}; allowed: at least 1"
+    return None if args.iterations >= 0 else f"cluster: iterations is {args.iterations}; allowed: at least 0"
 
 
 def _wrong_masks(args: Attend | Logits) -> str | None:

@@ -17,6 +17,7 @@ from tierloop.devices.kernels.contract import (
     ITEMSIZE,
     Append,
     Attend,
+    Cluster,
     Combine,
     Dense,
     Dequantize,
@@ -27,6 +28,7 @@ from tierloop.devices.kernels.contract import (
     Quantize,
     Score,
     Topk,
+    cut_into_segments,
     value_nbytes,
 )
 
@@ -64,6 +66,13 @@ def define(args: KernelArgs, reads: list[Given], write_nbytes: list[int]) -> lis
         return [quantize(args, *reads)]
     elif isinstance(args, Dequantize):
         result = dequantize(args, *reads)
+    elif isinstance(args, Cluster):
+        centroids, labels = cluster(args, *reads)
+        results = [encode(centroids.reshape(-1), "float32"), labels.view(np.uint8)]
+        for what, given, wanted in zip(("centroids", "labels"), write_nbytes, results, strict=True):
+            if given != wanted.size:
+                raise ValueError(f"cluster: {what} have {given} bytes, {wanted.size} needed")
+        return results
     elif isinstance(args, Append):
         return [encode(numbers(reads[0].bytes, "float32"), args.dtype)]
     else:
@@ -315,3 +324,47 @@ def scales_of_rows(args: Quantize | Dequantize, scales: Given, num_rows: int) ->
     if args.which.shape != (num_rows,) or ((args.which < 0) | (args.which >= len(table))).any():
         raise ValueError(f"which: {num_rows} numbers from 0 to {len(table) - 1} are needed")
     return table[args.which]
+
+
+def cluster(args: Cluster, keys: Given) -> tuple[Float64, NDArray[np.int64]]:
+    """Centroids (clusters, head_dim) and the label of every row, by spherical k-means within segments."""
+    if min(args.head_dim, args.segment_tokens, args.cluster_tokens) < 1 or args.iterations < 0:
+        raise ValueError("cluster: sizes are at least 1, iterations at least 0")
+    rows = rows_of(args.runs, keys.sizes, args.head_dim * ITEMSIZE[args.dtype])
+    if (rows.sequence >= args.num_sequences).any() or (rows.kv_head >= args.num_kv_heads).any():
+        raise ValueError("a run names a sequence or KV head that does not exist")
+    k = numbers(keys.bytes, args.dtype).reshape(-1, args.head_dim)
+    centroids, labels = [np.empty((0, args.head_dim))], np.empty(len(k), dtype=np.int64)
+    known = 0
+    for sequence, kv_head in np.unique(np.stack((rows.sequence, rows.kv_head), axis=1), axis=0).tolist():
+        mine = np.flatnonzero((rows.sequence == sequence) & (rows.kv_head == kv_head))
+        for segment in np.split(mine, np.cumsum(cut_into_segments(len(mine), args.segment_tokens))[:-1]):
+            found, nearest = k_means(k[segment], args.cluster_tokens, args.iterations)
+            labels[segment] = nearest + known
+            known += len(found)
+            centroids.append(found)
+    return np.concatenate(centroids), labels
+
+
+def k_means(x: Float64, cluster_tokens: int, iterations: int) -> tuple[Float64, NDArray[np.int64]]:
+    """One segment: the means (c, dim) of the rows x (n, dim) that the last assignment gives them, and each row's."""
+    n, c = len(x), max(1, len(x) // cluster_tokens)
+    centroids = x[np.arange(c) * n // c]
+    for _ in range(iterations):
+        labels = nearest_of(x, centroids)
+        for i in np.unique(labels):
+            centroids[i] = x[labels == i].mean(axis=0)
+    labels = nearest_of(x, centroids)
+    means = np.zeros_like(centroids)
+    for i in np.unique(labels):
+        means[i] = x[labels == i].mean(axis=0)
+    return means, labels
+
+
+def nearest_of(x: Float64, centroids: Float64) -> NDArray[np.int64]:
+    """The centroid with the largest product q·c / |c| of each row; the first of equals, NaN never."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        products = x @ (centroids / np.linalg.norm(centroids, axis=1, keepdims=True)).T
+    # A NaN loses against −∞ too: rows are sorted by whether there is a number, then by the number, then by index.
+    order = np.lexsort((-np.nan_to_num(products, nan=0.0, posinf=np.inf, neginf=-np.inf), np.isnan(products)), axis=1)
+    return np.asarray(order[:, 0], dtype=np.int64)

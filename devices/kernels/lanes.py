@@ -187,9 +187,6 @@ def sum_groups(builder: Any, vectors: list[Any], lanes: int) -> Any:
 
 LINE = 64
 """Bytes that come from memory together."""
-import os
-
-LOC = int(os.environ.get("LOC", "2"))
 
 
 def prefetch(builder: Any, address: Any) -> None:
@@ -197,8 +194,7 @@ def prefetch(builder: Any, address: Any) -> None:
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
     ask = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-    if LOC >= 0:
-        builder.call(ask, [builder.inttoptr(address, byte), *(ir.Constant(INT32, x) for x in (0, LOC, 1))])
+    builder.call(ask, [builder.inttoptr(address, byte), *(ir.Constant(INT32, x) for x in (0, 2, 1))])
 
 
 @inline(types.void, types.int64, types.int64, types.int64, types.int64)

@@ -89,10 +89,9 @@ def _work_on_rows(
                     )  # fmt: skip
                     packed_for = wanted
                 dots_of_tiles(
-                    entries, FLOAT32, group, tile, num_tiles, places.ctypes.data, n, packed.ctypes.data, dim, found.ctypes.data,
-                    4 * TILE * _CHUNK, 0, 1.0, ahead, ahead_nbytes if tile == 0 else 0,
-                    wide.ctypes.data,
-                    wide_rows.ctypes.data,
+                    entries, FLOAT32, group, tile, num_tiles, places.ctypes.data, n, packed.ctypes.data, dim,
+                    found.ctypes.data, 4 * TILE * _CHUNK, 0, 1.0, ahead, ahead_nbytes if tile == 0 else 0,
+                    wide.ctypes.data, wide_rows.ctypes.data,
                 )  # fmt: skip
                 for t in range(num_tiles):
                     size = size_of(tile + t, group)

@@ -114,8 +114,9 @@ def dots_of_tiles(
 ) -> None:
     """Logits of each tile, float32 (n, width), at `logits` + tile · `logit_stride`, from row `skipped` on.
 
-    `keys` is the address of a table of n rows of `dim` elements; `ahead` of one of n other rows, as in `call_dots`. `packed` is
-    where the tiles are, `wide` has room for NEAR rows of `padded(dim)` floats, and `wide_table` for their addresses.
+    `keys` is the address of a table of n rows of `dim` elements; `ahead` of one of n other rows, as in `call_dots`.
+    `packed` is where the tiles are, `wide` has room for NEAR rows of `padded(dim)` floats, and `wide_table` for their
+    addresses.
     """
     whole_dim = padded(dim)
     stride = 4 * whole_dim

@@ -95,7 +95,8 @@ class Cpu:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         taken = self._arena.reserve(nbytes, memory)
         try:
-            mapping = mmap.mmap(-1, taken)
+            # Private: the system gives shared mappings no huge pages.
+            mapping = mmap.mmap(-1, taken, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes: {error}", error.errno) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -133,10 +133,11 @@ def _dots(
         pairs = list(zip(keys, sums, strict=True))
         if width < TILE:
             # Row after row, as memory likes it; the processor works on several of them by itself.
-            asked = Asked(builder, at(builder, ahead, first, 8), pace, ahead_nbytes)
-            for pair in pairs:
+            for number, pair in enumerate(pairs):
+                other = load(builder, at(builder, ahead, builder.add(first, int64(number)), 8), INT64)
+                with counting(builder, int64(0), ahead_nbytes, LINE) as line:
+                    prefetch(builder, builder.add(other, line))
                 with counting(builder, int64(0), dim, LANES) as chunk:
-                    asked.step(max(1, lines // 4))
                     add(chunk, [pair])
         else:
             # All rows together, so that a query is loaded once for all of them.

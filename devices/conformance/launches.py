@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,7 +12,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.problems import Int64, Problem
 from tierloop.devices.conformance.subject import Bytes, Lane, Subject
 from tierloop.devices.info import Arithmetic, MemoryInfo
-from tierloop.devices.kernels.contract import ITEMSIZE, Combine, KernelArgs, Logits, Merge
+from tierloop.devices.kernels.contract import ITEMSIZE, Combine, KernelArgs, Logits, Merge, value_nbytes
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 
@@ -95,7 +97,7 @@ def attend_operands(
     reads = (
         bench.whole(as_bytes(given.queries)),
         bench.scattered(given.keys, row_sizes(given, s.head_dim)),
-        bench.scattered(given.values, row_sizes(given, s.head_dim_v), values_on),
+        bench.scattered(given.values, value_sizes(given), values_on),
     )
     return reads, bench.target(len(roots) * s.q_len * s.group * (2 + s.head_dim_v) * 4)
 
@@ -104,7 +106,7 @@ def run_logits(bench: Bench, given: Problem) -> Float32:
     s = given.shape
     args = Logits(
         s.dtype, s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim, given.scale, given.runs,
-        given.q_positions,
+        given.q_positions, *astuple(s.masks),
     )  # fmt: skip
     reads = bench.whole(as_bytes(given.queries)), bench.scattered(given.keys, row_sizes(given, s.head_dim))
     nbytes = int(given.lengths.sum()) * s.q_len * s.group * 4
@@ -114,7 +116,7 @@ def run_logits(bench: Bench, given: Problem) -> Float32:
 def run_combine(bench: Bench, given: Problem, logits: Float32, roots: Int64) -> Float32:
     s = given.shape
     args = Combine(s.dtype, s.group, s.q_len, s.head_dim_v, s.split_tokens, given.runs, roots)
-    reads = bench.whole(as_bytes(logits)), bench.scattered(given.values, row_sizes(given, s.head_dim_v))
+    reads = bench.whole(as_bytes(logits)), bench.scattered(given.values, value_sizes(given))
     shape = (len(roots), s.q_len, s.group, 2 + s.head_dim_v)
     return bench.launch(args, reads, bench.target(int(np.prod(shape)) * 4)).view(np.float32).reshape(shape)
 
@@ -132,6 +134,11 @@ def run_output(bench: Bench, given: Problem, parts: list[tuple[Problem, Int64]])
 def row_sizes(given: Problem, dim: int) -> Int64:
     """Bytes of each run for rows of `dim` elements."""
     return given.lengths * dim * ITEMSIZE[given.shape.dtype]
+
+
+def value_sizes(given: Problem) -> Int64:
+    """Bytes of each run of V rows."""
+    return given.lengths * value_nbytes(given.shape.dtype, given.shape.head_dim_v)
 
 
 def as_bytes(array: NDArray[np.float32]) -> Bytes:

@@ -1,7 +1,7 @@
 """The float64 oracle of a run: what attention should have given on the same stored rows, and how far off it may be.
 
-It keeps the queries and outputs of every step and layer, and the stored K and V values of each request, apart from any
-device. After the run it recomputes attention in float64 over the rows that were attended, and over all rows, and
+It keeps the queries and outputs of every step and layer, and the K and V rows of each request as they are stored, apart
+from any device. What codes stand for is code · scale, exactly; queries are those of the model, without scales. After the run it recomputes attention in float64 over the rows that were attended, and over all rows, and
 compares with an analytic bound that needs no tuning (u = 2⁻²⁴, unit roundoff of float32 accumulation; d = head_dim):
 
     ds_j ≤ (d + 2)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.runtime.blocks import KVShape
-from tierloop.runtime.dtypes import as_stored
+from tierloop.runtime.dtypes import exact_keys, exact_values, keys_to_bytes, values_to_bytes
 from tierloop.runtime.prefill import Prefill
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
 U = 2.0**-24
 
 
@@ -53,8 +54,11 @@ class _Step:
 
 @dataclass
 class _Rows:
-    keys: list[list[NDArray[np.float32]]]
-    values: list[list[NDArray[np.float32]]]
+    """Stored rows of each layer, uint8 (kv heads, tokens, row), and the scales of each layer's keys."""
+
+    keys: list[list[Bytes]]
+    values: list[list[Bytes]]
+    scales: list[NDArray[np.float32] | None]
     steps: list[list[_Step]] = field(default_factory=list)
 
 
@@ -66,20 +70,22 @@ class Recorder:
         self._scale = scale
         self._requests: dict[str, _Rows] = {}
 
-    def admitted(self, name: str, prefill: Prefill) -> None:
-        """A request begins with these rows."""
+    def admitted(self, name: str, prefill: Prefill, scales: NDArray[np.float32] | None = None) -> None:
+        """A request begins with these rows; `scales` are those of its keys: float32 [layer, kv head, channel]."""
         dtype = self._shape.dtype
+        of_layer = [None] * len(prefill.keys) if scales is None else list(scales.copy())
         self._requests[name] = _Rows(
-            [[as_stored(k, dtype)] for k in prefill.keys],
-            [[as_stored(v, dtype)] for v in prefill.values],
+            [[keys_to_bytes(k, dtype, s)] for k, s in zip(prefill.keys, of_layer, strict=True)],
+            [[values_to_bytes(v, dtype)] for v in prefill.values],
+            of_layer,
             [[] for _ in prefill.keys],
         )
 
     def rows(self, name: str, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         """New rows of one layer: float32 (kv heads, q_len, head_dim)."""
         held, dtype = self._requests[name], self._shape.dtype
-        held.keys[layer].append(as_stored(keys.copy(), dtype))
-        held.values[layer].append(as_stored(values.copy(), dtype))
+        held.keys[layer].append(keys_to_bytes(keys.copy(), dtype, held.scales[layer]))
+        held.values[layer].append(values_to_bytes(values.copy(), dtype))
 
     def attended(
         self,
@@ -104,8 +110,9 @@ class Recorder:
         worst = Verdict()
         for held in self._requests.values():
             for layer, steps in enumerate(held.steps):
-                keys = np.concatenate(held.keys[layer], axis=1).astype(np.float64)
-                values = np.concatenate(held.values[layer], axis=1).astype(np.float64)
+                dtype = self._shape.dtype
+                keys = exact_keys(np.concatenate(held.keys[layer], axis=1), dtype, held.scales[layer])
+                values = exact_values(np.concatenate(held.values[layer], axis=1), dtype)
                 for step in steps:
                     for head in range(self._shape.num_kv_heads):
                         worst = _worse(worst, self._check(step, head, keys[head], values[head]))

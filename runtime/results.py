@@ -56,6 +56,8 @@ class PolicyResult:
     """The largest ratio of error to bound over all outputs; above 1 a bound is broken."""
     checked: int = 0
     """Output vectors that the oracle has checked."""
+    clipped_keys: int = 0
+    """Elements of keys that were beyond the range of 8-bit codes and were stored as the largest one."""
     tokens_per_s: float = 0.0
     step_ns: tuple[int, ...] = ()
     elapsed_ns: int = 0

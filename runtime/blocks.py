@@ -1,9 +1,9 @@
 """KV blocks: where the rows of a request lie, and which operands a kernel needs for them.
 
 A block is one layer's K *or* V of one KV head over `block_tokens` consecutive positions; its bytes are row-major
-(block_tokens, head_dim), and where V rows are codes each is followed by its scale. K and V are placed separately, per layer, head and block. A block is EMPTY, OPEN (rows are
-appended; readable below the request's length), SEALED (full, immutable; only these move) or EVICTING (being copied
-elsewhere; the old place stays valid until the copy is committed).
+(block_tokens, head_dim), and where V rows are codes each is followed by its scale. K and V are placed separately, per
+layer, head and block. A block is EMPTY, OPEN (rows are appended; readable below the request's length), SEALED (full,
+immutable; only these move) or EVICTING (being copied elsewhere; the old place stays valid until the copy is committed).
 
 A `Pool` is one region of one memory cut into equal slots, with an exact count of what is taken. A `BlockTable` belongs
 to one request, and has the scales of its keys where those are codes.

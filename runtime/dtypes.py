@@ -22,13 +22,26 @@ Bytes = NDArray[np.uint8]
 _NUMBERS_FP8 = FP8_NUMBERS.astype(np.float32)
 
 
+def to_bytes(rows: Float32, dtype: str) -> Bytes:
+    """float32 (..., d) → uint8 (..., d · itemsize), to the nearest, ties to even: types that are no codes."""
+    rows = np.ascontiguousarray(rows, dtype=np.float32)
+    if dtype == "float32":
+        return rows.view(np.uint8)
+    if dtype == "float16":
+        return rows.astype(np.float16).view(np.uint8)
+    bits = rows.view(np.uint32)
+    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
+    quiet = np.where(np.isnan(rows), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
+    return np.ascontiguousarray(quiet).view(np.uint8)
+
+
 def keys_to_bytes(keys: Float32, dtype: str, scales: Float32 | None = None) -> Bytes:
     """K rows float32 (..., n, d) → uint8 (..., n, d · itemsize), to the nearest, ties to even.
 
     Codes need `scales`, float32 (..., d) > 0; what is beyond the largest code becomes that code.
     """
     if dtype not in CODE_RANGE:
-        return _floats_to_bytes(keys, dtype)
+        return to_bytes(keys, dtype)
     assert scales is not None, "keys are stored by the scales of their channels"
     return _codes(keys, scales[..., None, :], dtype)
 
@@ -36,7 +49,7 @@ def keys_to_bytes(keys: Float32, dtype: str, scales: Float32 | None = None) -> B
 def values_to_bytes(values: Float32, dtype: str) -> Bytes:
     """V rows float32 (..., d) → uint8 (..., value_nbytes(dtype, d)); each row of codes is followed by its scale."""
     if dtype not in CODE_RANGE:
-        return _floats_to_bytes(values, dtype)
+        return to_bytes(values, dtype)
     scales = scales_of(np.abs(values).max(axis=-1, keepdims=True), dtype)
     return np.concatenate((_codes(values, scales, dtype), scales.view(np.uint8)), axis=-1)
 
@@ -87,24 +100,13 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZE[dtype]
 
 
-def _floats_to_bytes(rows: Float32, dtype: str) -> Bytes:
-    rows = np.ascontiguousarray(rows, dtype=np.float32)
-    if dtype == "float32":
-        return rows.view(np.uint8)
-    if dtype == "float16":
-        return rows.astype(np.float16).view(np.uint8)
-    bits = rows.view(np.uint32)
-    rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    quiet = np.where(np.isnan(rows), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
-    return np.ascontiguousarray(quiet).view(np.uint8)
-
-
 def _codes(rows: Float32, scales: Float32, dtype: str) -> Bytes:
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         quotient = np.asarray(rows, dtype=np.float32) / scales
     if dtype == "int8":
         nearest = np.rint(np.clip(quotient, -127, 127))
-        return np.where(np.isnan(nearest), np.float32(0), nearest).astype(np.int8).view(np.uint8)
+        integers = np.where(np.isnan(nearest), np.float32(0), nearest).astype(np.int8)
+        return np.asarray(integers.view(np.uint8))
     magnitude = np.minimum(np.abs(quotient), np.float32(CODE_RANGE[dtype]))
     # Normal numbers: drop 20 bits of the mantissa and change the bias of the exponent; below 2⁻⁶, steps of 2⁻⁹.
     bits = magnitude.view(np.uint32)

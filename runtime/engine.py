@@ -160,8 +160,8 @@ class Engine:
         executor, dtype = self.dense.executor, self.shape.dtype
         if self.shape.has_codes and ("quantize" not in executor.kernels or dtype not in executor.dtypes):
             raise ConfigurationError(
-                f"{self.dense.device.info.name} runs the modules and stores new rows, but does not quantize to {dtype}; "
-                f"its types are {', '.join(sorted(executor.dtypes)) or 'none'}"
+                f"{self.dense.device.info.name} runs the modules and stores new rows, but does not quantize to "
+                f"{dtype}; its types are {', '.join(sorted(executor.dtypes)) or 'none'}"
             )
 
     def _lanes(self, kernel: str = "", verb: str = "") -> list[Lane]:

@@ -1,8 +1,9 @@
 """The float64 oracle of a run: what attention should have given on the same stored rows, and how far off it may be.
 
 It keeps the queries and outputs of every step and layer, and the K and V rows of each request as they are stored, apart
-from any device. What codes stand for is code · scale, exactly; queries are those of the model, without scales. After the run it recomputes attention in float64 over the rows that were attended, and over all rows, and
-compares with an analytic bound that needs no tuning (u = 2⁻²⁴, unit roundoff of float32 accumulation; d = head_dim):
+from any device. What codes stand for is code · scale, exactly; queries are those of the model, without scales. After
+the run it recomputes attention in float64 over the rows that were attended, and over all rows, and compares with an
+analytic bound that needs no tuning (u = 2⁻²⁴, unit roundoff of float32 accumulation; d = head_dim):
 
     ds_j ≤ (d + 2)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
     |ô − o| ≤ [2·max_j ds_j + (2·split + 8·B + 16)·u] · Σ_j p_j |V_j|

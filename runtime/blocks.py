@@ -1,12 +1,12 @@
 """KV blocks: where the rows of a request lie, and which operands a kernel needs for them.
 
 A block is one layer's K *or* V of one KV head over `block_tokens` consecutive positions; its bytes are row-major
-(block_tokens, head_dim). K and V are placed separately, per layer, head and block. A block is EMPTY, OPEN (rows are
-appended; readable below the request's length), SEALED (full, immutable; only these move) or EVICTING (being copied
-elsewhere; the old place stays valid until the copy is committed).
+(block_tokens, head_dim), and where V rows are codes each is followed by its scale. K and V are placed separately, per
+layer, head and block. A block is EMPTY, OPEN (rows are appended; readable below the request's length), SEALED (full,
+immutable; only these move) or EVICTING (being copied elsewhere; the old place stays valid until the copy is committed).
 
 A `Pool` is one region of one memory cut into equal slots, with an exact count of what is taken. A `BlockTable` belongs
-to one request.
+to one request, and has the scales of its keys where those are codes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Operand
 from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
-from tierloop.devices.kernels.contract import DType
+from tierloop.devices.kernels.contract import CODE_RANGE, DType, value_nbytes
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.dtypes import itemsize
+from tierloop.runtime.key_scales import KeyScales
 
 Int64 = NDArray[np.int64]
 
@@ -61,8 +62,13 @@ class KVShape:
             )
 
     def row_nbytes(self, side: int) -> int:
-        """Bytes of one row of K (0) or V (1)."""
-        return (self.head_dim if side == K else self.head_dim_v) * itemsize(self.dtype)
+        """Bytes of one row of K (0) or V (1); a V row of codes ends with its scale."""
+        return self.head_dim * itemsize(self.dtype) if side == K else value_nbytes(self.dtype, self.head_dim_v)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether elements are codes, which have scales."""
+        return self.dtype in CODE_RANGE
 
     @property
     def block_nbytes(self) -> int:
@@ -139,11 +145,15 @@ class Places(NamedTuple):
 
 
 class BlockTable:
-    """Places of all blocks of one request: arrays [layer, side, head, block] of pool number, offset and state."""
+    """Places of all blocks of one request: arrays [layer, side, head, block] of pool number, offset and state.
 
-    def __init__(self, shape: KVShape, max_tokens: int) -> None:
+    `scales` are those of its keys where they are codes; `Engine.table` makes both together.
+    """
+
+    def __init__(self, shape: KVShape, max_tokens: int, scales: KeyScales | None = None) -> None:
         self.shape = shape
         self.max_tokens = max_tokens
+        self.scales = scales
         self.pools: list[Pool] = []
         places = (shape.num_layers, 2, shape.num_kv_heads, shape.num_blocks(max_tokens))
         self.pool = np.full(places, -1, dtype=np.int16)
@@ -166,6 +176,15 @@ class BlockTable:
         self.pool[layer, side, head, blocks] = self.number(pool)
         self.state[layer, side, head, blocks] = state
         self.version += 1
+
+    def folded(self, layer: int, queries: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Queries (..., q heads, head_dim) as kernels and policies take them: with the scales of the keys in them."""
+        return queries if self.scales is None else self.scales.fold(layer, queries)
+
+    def counted(self, layer: int, keys: NDArray[np.float32]) -> None:
+        """New keys (kv heads, tokens, head_dim) are going to be stored: count what is beyond the range of codes."""
+        if self.scales is not None:
+            self.scales.count(layer, keys)
 
     def seal(self, layer: int) -> None:
         """Mark every full block of a layer as sealed."""

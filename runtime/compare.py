@@ -170,7 +170,7 @@ class _Run:
         loop, title = self._engine.loop, self._wanted.title
         report(title, 0, num_tokens)
         loop.run(self._decoder.adopt(request, prompt))
-        placement = request.blocks.nbytes_by_memory()
+        placement, scales = request.blocks.nbytes_by_memory(), request.blocks.scales
         self._ledger.reset()
         if self._trace is not None:
             self._trace.begin(self._platform, title)
@@ -200,6 +200,7 @@ class _Run:
             error_vs_dense=verdict.error_vs_dense,
             worst_ratio=verdict.worst_ratio,
             checked=verdict.checked,
+            clipped_keys=0 if scales is None else scales.clipped,
             tokens_per_s=len(steps) * 1e9 / decoding_ns if decoding_ns else 0.0,
             step_ns=tuple(round(s / sigma) for s in steps),
             provenance=self._platform.provenance,

@@ -3,7 +3,8 @@
 Per layer and micro-batch: `qkv` (norm, projections, rotary positions), attention by the policy, `mlp` (output
 projection and MLP); at the end `head` (norm, logits, argmax). Each stage is a `dense` launch on the device that runs
 the modules, so its time is charged in every kind of time; what crosses to other devices (queries, rows, output) lies
-in that device's memory and moves by commands. The host stays one layer ahead, and waits for the tokens of each step.
+in that device's memory and moves by commands. Where keys are codes, `qkv` multiplies the queries by the scales of their
+request's keys, so that nobody else needs them. The host stays one layer ahead, and waits for the tokens of each step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
-from tierloop.runtime.blocks import BlockTable
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.modules import Modules, StageCost
 from tierloop.runtime.oracle import Recorder
@@ -55,17 +55,19 @@ class Decoder:
 
     async def adopt(self, request: Request, prefill: Prefill) -> None:
         """Admit a request whose prompt is prefilled and place its rows. Raises TierTooSmall, with nothing kept."""
-        request.table = BlockTable(self._engine.shape, request.max_tokens)
+        request.table = self._engine.table(request.max_tokens)
         try:
             await self._policy.admit(request)
             for layer, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
                 await self._policy.place(request, layer, keys, values)
-                await self._policy.prefilled(request, layer, prefill.queries[layer])
+                queries = request.blocks.folded(layer, prefill.queries[layer])
+                await self._policy.prefilled(request, layer, queries)
         except BaseException:
             await self._policy.release(request)
             raise
         if self._recorder is not None:
-            self._recorder.admitted(request.name, prefill)
+            scales = request.blocks.scales
+            self._recorder.admitted(request.name, prefill, None if scales is None else scales.values)
 
     async def step(self, requests: Sequence[Request], q_len: int = 1) -> list[int]:
         """Run the last `q_len` tokens of each request through the model; returns the next token of each, appended."""
@@ -88,8 +90,11 @@ class Decoder:
 
         def qkv(_: list[Bytes], writes: list[Bytes]) -> None:
             shared.projected = shared.project(layer)
-            for array, tensor in zip(writes, shared.projected, strict=True):
-                array[:] = tensor.reshape(-1).view(np.uint8)
+            projected, new_keys, new_values = shared.projected
+            for request, mine in zip(requests, new_keys, strict=True):
+                request.blocks.counted(layer, mine)
+            for array, rows in zip(writes, (folded(layer, requests, projected), new_keys, new_values), strict=True):
+                array[:] = rows.reshape(-1).view(np.uint8)
 
         cost = self._modules.projections[layer]
         ready = self._launch("qkv", cost, rows, (), ((queries,), (keys,), (values,)), qkv, after)
@@ -104,7 +109,7 @@ class Decoder:
             self._modules.scale,
             [None] * len(requests),
             [None] * len(requests),
-            self._predictor(shared, rows, after),
+            self._predictor(shared, requests, rows, after),
         )
         await self._policy.layer_input(layer, batch)
         attended = await self._policy.attend(layer, batch)
@@ -155,13 +160,13 @@ class Decoder:
         return queries, keys, values, output
 
     def _predictor(
-        self, shared: _Activations, rows: int, after: list[Completion]
+        self, shared: _Activations, requests: list[Request], rows: int, after: list[Completion]
     ) -> Callable[[int], Awaitable[NDArray[np.float32]]]:
         async def project(layer: int) -> NDArray[np.float32]:
             found: list[NDArray[np.float32]] = []
 
             def predict(_: list[Bytes], __: list[Bytes]) -> None:
-                found.append(shared.project(layer)[0])
+                found.append(folded(layer, requests, shared.project(layer)[0]))
 
             await self._launch("predict", self._modules.projections[layer], rows, (), (), predict, after)
             return found[0]
@@ -185,6 +190,13 @@ class Decoder:
                 batch.attended[i],
                 batch.attended_rows[i],
             )
+
+
+def folded(layer: int, requests: Sequence[Request], queries: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Queries float32 (n, q_len, q heads, head_dim) as policies take them, each by the table of its request."""
+    if all(r.blocks.scales is None for r in requests):
+        return queries
+    return np.stack([r.blocks.folded(layer, mine) for r, mine in zip(requests, queries, strict=True)])
 
 
 class _Activations:

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device
-from tierloop.devices.errors import ConfigurationError, Unsupported
+from tierloop.devices.errors import ConfigurationError, OutOfMemory, Unsupported
 from tierloop.devices.info import ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels.contract import Attend, KernelArgs, Merge
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.states import Node, cover
-from tierloop.runtime.blocks import KVShape, Pool, Rows
+from tierloop.runtime.blocks import BlockTable, KVShape, Pool, Rows, TierTooSmall
+from tierloop.runtime.key_scales import KeyScales
 from tierloop.runtime.loop import Loop
 
 Int64 = NDArray[np.int64]
@@ -61,7 +62,10 @@ class _Relay:
 
 
 class Engine:
-    """What a policy works with: the platform, the loop, the cache's shape, and the roles of executors."""
+    """What a policy works with: the platform, the loop, the cache's shape, and the roles of executors.
+
+    Raises ConfigurationError where nobody runs the dense layers, or who does cannot store rows of the cache's type.
+    """
 
     def __init__(self, platform: Platform, shape: KVShape) -> None:
         self.platform = platform
@@ -69,6 +73,7 @@ class Engine:
         self.loop = Loop(platform.clock)
         self._all_lanes = [Lane(d, e, e.queues[0]) for d, e in platform.executors()]
         self.dense = self._dense_lane()
+        self._check_storing()
         self._regions: list[Region] = []
         self._movers: dict[tuple[str, str], Lane | None] = {}
         self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
@@ -113,6 +118,22 @@ class Engine:
         self._regions.append(region)
         return region
 
+    def table(self, max_tokens: int) -> BlockTable:
+        """A block table for one request, with room for the scales of its keys where they are codes.
+
+        `Policy.release` gives it back. Raises TierTooSmall.
+        """
+        shape = self.shape
+        if not shape.has_codes:
+            return BlockTable(shape, max_tokens)
+        size = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        memory, nbytes = self.dense.memory, KeyScales.nbytes(*size)
+        try:
+            region = self.scratch(memory, nbytes)
+        except OutOfMemory as error:
+            raise TierTooSmall(f"{memory} is too small: {nbytes} bytes are needed there for scales of keys") from error
+        return BlockTable(shape, max_tokens, KeyScales(*size, shape.dtype, region))
+
     def drop(self, region: Region) -> None:
         """Give scratch back before the engine closes."""
         self._regions.remove(region)
@@ -134,6 +155,14 @@ class Engine:
         if not lanes:
             raise ConfigurationError(f"platform {self.platform.name}: no executor runs the model's dense layers")
         return min(lanes, key=lambda lane: lane.executor.kind != "gpu")
+
+    def _check_storing(self) -> None:
+        executor, dtype = self.dense.executor, self.shape.dtype
+        if self.shape.has_codes and ("quantize" not in executor.kernels or dtype not in executor.dtypes):
+            raise ConfigurationError(
+                f"{self.dense.device.info.name} runs the modules and stores new rows, but does not quantize to "
+                f"{dtype}; its types are {', '.join(sorted(executor.dtypes)) or 'none'}"
+            )
 
     def _lanes(self, kernel: str = "", verb: str = "") -> list[Lane]:
         return [

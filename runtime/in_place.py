@@ -88,9 +88,15 @@ class InPlaceAttention:
 
     def check(self, memories: list[str]) -> None:
         """Raise ConfigurationError unless rows on each memory can be attended over, in place or staged."""
+        host, dtype = self._engine.host, self._engine.shape.dtype
         for memory in memories:
-            if self.lane(memory) is None and self._engine.mover(memory, self._engine.host) is None:
-                raise ConfigurationError(f"nobody attends over {memory}, and nobody copies it to {self._engine.host}")
+            if self.lane(memory) is not None:
+                continue
+            if self.lane(host) is None:
+                staged = "" if memory == host else f", nor over {host}, where its rows would be staged"
+                raise ConfigurationError(f"nobody attends over {dtype} rows on {memory}{staged}")
+            if self._engine.mover(memory, host) is None:
+                raise ConfigurationError(f"nobody attends over {memory}, and nobody copies it to {host}")
 
     def lane(self, memory: str) -> Lane | None:
         """Who attends over rows of a memory; None where they have to be staged."""

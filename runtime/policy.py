@@ -12,6 +12,9 @@ A policy is a class with coroutines that the decoder calls in this order, all on
 
 State belongs to a request, in `request.state`, and goes with it. The numbers depend on the selected rows only: never on
 placement, schedule or the order in which devices finish.
+
+Where keys are codes, every query that a policy sees has the scales of its request's keys in it already, in `prefilled`,
+`Batch.queries` and `Batch.project` alike; so rows of codes, and means of them, are scored and attended as they are.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, nearest
-from tierloop.devices.kernels.contract import Append
+from tierloop.devices.kernels.contract import CODE_RANGE, Append, Codes, Quantize
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import BlockTable, K, Pool, V
-from tierloop.runtime.dtypes import to_bytes
+from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine
 
 Int64 = NDArray[np.int64]
@@ -118,7 +121,12 @@ class Policy:
                     if len(blocks):
                         table.put(layer, side, head, blocks, pool)
         table.length[layer] = count
-        writes = [w for side, rows in ((K, keys), (V, values)) for w in self._write_rows(request, layer, side, rows)]
+        writes = []
+        if table.scales is not None:
+            table.scales.measure(layer, keys)
+            scales = np.ascontiguousarray(table.scales.values[layer]).view(np.uint8).reshape(-1)
+            writes.append(self.engine.write(table.scales.place(layer), scales))
+        writes += [w for side, rows in ((K, keys), (V, values)) for w in self._write_rows(request, layer, side, rows)]
         for completion in writes:
             await completion
         table.seal(layer)
@@ -137,6 +145,8 @@ class Policy:
         """The request is over: give its space back."""
         if request.table is not None:
             request.table.release()
+            if request.table.scales is not None:
+                self.engine.drop(request.table.scales.region)
             request.table = None
         request.state.clear()
 
@@ -167,21 +177,33 @@ class Policy:
 
     def append(self, layer: int, batch: Batch, after: list[Completion] | None = None) -> Completion:
         """Store the batch's new rows in their blocks, by the executor that computed them."""
-        targets: list[Segment] = []
+        targets: list[list[Segment]] = [[], []]
         for side in (K, V):
             for request, positions in zip(batch.requests, batch.positions, strict=True):
-                targets.extend(request.blocks.row_segments(layer, side, int(positions[0]), batch.q_len))
-        done = self.store_rows(batch, tuple(targets), after)
+                targets[side].extend(request.blocks.row_segments(layer, side, int(positions[0]), batch.q_len))
+        done = self.store_rows(layer, batch, tuple(targets[K]), tuple(targets[V]), after)
         for request in batch.requests:
             request.blocks.seal(layer)
         return done
 
-    def store_rows(self, batch: Batch, targets: Operand, after: list[Completion] | None = None) -> Completion:
-        """Convert the new K rows, then the new V rows, into `targets`."""
-        reads = ((batch.new_keys, batch.new_values),)
-        return self.engine.launch(
-            self.engine.dense, Append(self.shape.dtype), reads, (targets,), [batch.ready, *(after or [])]
-        )
+    def store_rows(
+        self, layer: int, batch: Batch, keys: Operand, values: Operand, after: list[Completion] | None = None
+    ) -> Completion:
+        """Convert the new rows into their places: head-major, the requests one after the other."""
+        engine, shape, dtype = self.engine, self.shape, self.shape.dtype
+        after = [batch.ready, *(after or [])]
+        if dtype not in CODE_RANGE:
+            reads = ((batch.new_keys, batch.new_values),)
+            return engine.launch(engine.dense, Append(dtype), reads, ((*keys, *values),), after)
+        codes: Codes = dtype  # type: ignore[assignment]  # CODE_RANGE has them all
+        held = [r.blocks.scales for r in batch.requests]
+        scales = tuple(s.place(layer) for s in held if s is not None)
+        assert len(scales) == len(held), "requests whose keys are codes have scales"
+        which = np.repeat(np.arange(len(held) * shape.num_kv_heads, dtype=np.int64), batch.q_len)
+        of_keys = Quantize(codes, shape.head_dim, "channel", which)
+        first = engine.launch(engine.dense, of_keys, ((batch.new_keys,), scales), (keys,), after)
+        of_values = Quantize(codes, shape.head_dim_v, "row")
+        return engine.launch(engine.dense, of_values, ((batch.new_values,),), (values,), [*after, first])
 
     def splits(self, blocks: Int64, length: int) -> Int64:
         """Split ids that hold rows of the given blocks: int64, ascending."""
@@ -196,7 +218,12 @@ class Policy:
         blocks = shape.num_blocks(count)
         padded = np.zeros((heads, blocks * shape.block_tokens, dim), dtype=np.float32)
         padded[:, :count] = rows
-        stored = to_bytes(padded, shape.dtype).reshape(heads, blocks, -1)
+        if side == K:
+            scales = None if table.scales is None else table.scales.values[layer]
+            stored = keys_to_bytes(padded, shape.dtype, scales)
+        else:
+            stored = values_to_bytes(padded, shape.dtype)
+        stored = stored.reshape(heads, blocks, -1)
         done = []
         for number, pool in enumerate(table.pools):
             held = table.pool[layer, side, :, :blocks] == number

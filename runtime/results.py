@@ -56,6 +56,8 @@ class PolicyResult:
     """The largest ratio of error to bound over all outputs; above 1 a bound is broken."""
     checked: int = 0
     """Output vectors that the oracle has checked."""
+    clipped_keys: int = 0
+    """Elements of keys that were beyond the range of 8-bit codes and were stored as the largest one."""
     tokens_per_s: float = 0.0
     step_ns: tuple[int, ...] = ()
     elapsed_ns: int = 0
@@ -98,6 +100,10 @@ class Comparison:
         """Plain data for `json.dumps`."""
         return asdict(self)
 
+    def differs(self, result: PolicyResult) -> bool:
+        """Whether tokens differ that must not: those of an exact policy, from float32 rows."""
+        return result.exact and self.kv_dtype == "float32" and not result.equal_to_dense
+
     @property
     def failures(self) -> list[str]:
         """Checks that failed: an exact policy whose tokens differ (from float32 rows), or an error beyond its bound."""
@@ -105,7 +111,7 @@ class Comparison:
         for result in self.policies:
             if result.refused is not None:
                 continue
-            if result.exact and self.kv_dtype == "float32" and not result.equal_to_dense:
+            if self.differs(result):
                 failed.append(f"{result.policy}: the tokens differ from dense")
             if not result.max_error <= result.error_bound:  # also where either is NaN
                 failed.append(

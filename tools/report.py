@@ -34,7 +34,7 @@ def _section(comparison: Comparison) -> dict[str, Any]:
             "elsewhere": result.platform not in ("", comparison.platform),
             "answered": answered(comparison, result),
             "agreement": agreement(comparison, result),
-            "differs": result.exact and not result.equal_to_dense,
+            "differs": comparison.differs(result),
             "beyond": not result.max_error <= result.error_bound,
             "max_error": f"{result.max_error:.2e}",
             "error_bound": f"{result.error_bound:.2e}",

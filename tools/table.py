@@ -45,7 +45,7 @@ def policies_table(comparison: Comparison) -> Table:
             f"{result.error_vs_dense:.2e}",
             rate(result),
             provenance(result),
-            style="red" if result.invalid or (result.exact and not result.equal_to_dense) else "",
+            style="red" if result.invalid or comparison.differs(result) else "",
         )
     return table
 
@@ -89,6 +89,11 @@ def remarks(comparison: Comparison) -> list[str]:
     lines = list(shared)
     for result in ran:
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
+        if result.clipped_keys:
+            lines.append(
+                f"{result.policy}: {result.clipped_keys:,} elements of keys are beyond the range of "
+                f"{comparison.kv_dtype} that the prompt gave; the largest code stands for them"
+            )
         if result.invalid:
             more = f" (and {len(result.invalid) - 1} more)" if len(result.invalid) > 1 else ""
             lines.append(f"{result.policy}: INVALID: {result.invalid[0]}{more}")
@@ -111,7 +116,7 @@ def agreement(comparison: Comparison, result: PolicyResult) -> str:
     pairs = zip(result.tokens, comparison.dense_tokens, strict=False)
     first = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
     place = f"first {first}" if first is not None else f"{len(result.tokens)} of {len(comparison.dense_tokens)}"
-    return place if not result.exact else f"NO: {place}"
+    return f"NO: {place}" if comparison.differs(result) else place
 
 
 def answered(comparison: Comparison, result: PolicyResult) -> list[str]:

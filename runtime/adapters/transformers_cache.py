@@ -32,7 +32,8 @@ from tierloop.devices.kernels.contract import DType
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
 from tierloop.devices.registry import entry
-from tierloop.runtime.blocks import BlockTable, KVShape
+from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.decoder import folded
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.policy import Batch, Policy, Request, make
 from tierloop.runtime.prefill import LAST_QUERIES
@@ -179,7 +180,7 @@ class _Session:
             for i, request in enumerate(self._requests):
                 await self._policy.place(request, layer, keys[i], values[i])
                 last = np.ascontiguousarray(queries[i, :, -LAST_QUERIES:].transpose(1, 0, 2))
-                await self._policy.prefilled(request, layer, last)
+                await self._policy.prefilled(request, layer, request.blocks.folded(layer, last))
 
         self._engine.loop.run(place())
 
@@ -193,7 +194,10 @@ class _Session:
         output = np.empty((n, q_len, queries.shape[2], self._shape.head_dim_v), dtype=np.float32)
 
         async def run() -> None:
-            parts = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in (queries, keys, values)]
+            for request, mine in zip(self._requests, keys, strict=True):
+                request.blocks.counted(layer, mine)
+            given = folded(layer, self._requests, queries), keys, values
+            parts = [np.ascontiguousarray(a).view(np.uint8).reshape(-1) for a in given]
             segments, offset = [], 0
             stage = self._staging(layer, sum(p.nbytes for p in parts) + output.nbytes)
             for nbytes in (*(p.nbytes for p in parts), output.nbytes):
@@ -234,7 +238,7 @@ class _Session:
         try:
             for i in range(count):
                 request = Request(f"row {i}", [0] * tokens, self.max_tokens)
-                request.table = BlockTable(self._shape, self.max_tokens)
+                request.table = self._engine.table(self.max_tokens)
                 self._requests.append(request)
                 await self._policy.admit(request)
         except BaseException:

@@ -2,8 +2,10 @@
 
 FlexGen's decode with its cache offloaded: attention runs on the GPU over a buffer that holds two layers, and while one
 layer is computed the next one is fetched. Rows on the drive go through host memory. New rows stay in host memory and
-are put straight into the buffer as well. Deviations from FlexGen: no compression, no CPU attention, percentages are
-given rather than found by a linear program, and they hold for the prompt only.
+are put straight into the buffer as well. Deviations from FlexGen: no CPU attention, percentages are given rather than
+found by a linear program, and they hold for the prompt only. FlexGen compresses the cache to 4 bits by groups and
+decompresses it on the GPU before attention; here 8-bit rows cross the links as codes and are attended as codes, which
+saves the decompressed copy.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class StreamOffload(Placed):
         fetched = request.state["fetched"].pop(layer)
         self.open_blocks(layer, batch)
         appended = self.append(layer, batch)
-        stored = self.store_rows(batch, self._new_rows(request, layer, batch), fetched)
+        keys, values = self._new_rows(request, layer, batch)
+        stored = self.store_rows(layer, batch, (keys,), (values,), fetched)
         heads, blocks = request.blocks.all_blocks(layer)
         rows = self._buffered(request, layer)
         length = int(request.blocks.length[layer])

@@ -4,7 +4,8 @@ Each sealed block has its mean key (float32) on the device that runs the modules
 summaries with the current query, reduced over the query group by max, and picks the k best per KV head (score
 descending, index ascending). Sink and recent blocks are always attended. The first layers are dense, as in Quest
 (layers 0 and 1). With `budget` 1 every block is attended and the tokens are those of dense attention. Steps of more
-than one token per request are dense.
+than one token per request are dense. Where keys are codes, a summary is the mean of the codes: the queries have the
+scales in them, so the scores are those of the mean key.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tierloop.devices.kernels.contract import Dense, Score, Topk
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import K
-from tierloop.runtime.dtypes import as_stored, from_bytes
+from tierloop.runtime.dtypes import from_bytes, keys_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import Chosen
 from tierloop.runtime.policies.split_all import SplitAll
@@ -70,7 +71,9 @@ class TopkBlocks(SplitAll):
         await super().place(request, layer, keys, values)
         full = keys.shape[1] // self.shape.block_tokens
         if full:
-            stored = as_stored(keys[:, : full * self.shape.block_tokens], self.shape.dtype)
+            scales, dtype = request.blocks.scales, self.shape.dtype
+            rows = keys[:, : full * self.shape.block_tokens]
+            stored = from_bytes(keys_to_bytes(rows, dtype, None if scales is None else scales.values[layer]), dtype)
             means = stored.reshape(keys.shape[0], full, self.shape.block_tokens, -1).mean(axis=2, dtype=np.float64)
             target = self._summaries(request, layer, 0, full)
             await self.engine.write(target, np.ascontiguousarray(means, dtype=np.float32).view(np.uint8).reshape(-1))

@@ -58,7 +58,7 @@ def check_attend_survives_extreme_logits(subject: Subject) -> None:
             huge = problem(replace(shape, spread=4e3), subject.rng)
             equal = problem(replace(shape, spread=0.0), subject.rng)
             large = problem(shape, subject.rng)
-            large.values = oracle.encode((large.decoded_values() * 1000).astype(np.float32), shape.dtype)
+            large.values = oracle.encode_values((large.decoded_values() * 1000).astype(np.float32), shape.dtype)
             for what, given in (("logits of ±10⁴", huge), ("equal logits", equal), ("large values", large)):
                 _attend(subject, lane, given, given.top_roots(), f"{what}, {shape}")
 
@@ -73,7 +73,7 @@ def check_one_token_gives_its_value(subject: Subject) -> None:
             arithmetic = Bench(subject, lane).arithmetic
             if arithmetic.wire == "float32" and not _wider_than_wire(arithmetic):
                 expect((got[..., 1] == 1).all(), f"one token, {dtype}: l is {got[..., 1].tolist()}, not 1")
-                same = (got[..., 2:] == given.decoded_values()).all()
+                same = (got[..., 2:] == given.decoded_values().astype(np.float32)).all()
                 expect(same, f"one token, {dtype}: acc is not the row's value")
 
 

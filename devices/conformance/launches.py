@@ -10,7 +10,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.problems import Int64, Problem
 from tierloop.devices.conformance.subject import Bytes, Lane, Subject
 from tierloop.devices.info import Arithmetic, MemoryInfo
-from tierloop.devices.kernels.contract import ITEMSIZE, Combine, KernelArgs, Logits, Merge
+from tierloop.devices.kernels.contract import ITEMSIZE, Combine, KernelArgs, Logits, Merge, value_nbytes
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 
@@ -94,8 +94,8 @@ def attend_operands(
     s = given.shape
     reads = (
         bench.whole(as_bytes(given.queries)),
-        bench.scattered(given.keys, row_sizes(given, s.head_dim)),
-        bench.scattered(given.values, row_sizes(given, s.head_dim_v), values_on),
+        bench.scattered(given.keys, key_sizes(given)),
+        bench.scattered(given.values, value_sizes(given), values_on),
     )
     return reads, bench.target(len(roots) * s.q_len * s.group * (2 + s.head_dim_v) * 4)
 
@@ -106,7 +106,7 @@ def run_logits(bench: Bench, given: Problem) -> Float32:
         s.dtype, s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim, given.scale, given.runs,
         given.q_positions,
     )  # fmt: skip
-    reads = bench.whole(as_bytes(given.queries)), bench.scattered(given.keys, row_sizes(given, s.head_dim))
+    reads = bench.whole(as_bytes(given.queries)), bench.scattered(given.keys, key_sizes(given))
     nbytes = int(given.lengths.sum()) * s.q_len * s.group * 4
     return bench.launch(args, reads, bench.target(nbytes)).view(np.float32)
 
@@ -114,7 +114,7 @@ def run_logits(bench: Bench, given: Problem) -> Float32:
 def run_combine(bench: Bench, given: Problem, logits: Float32, roots: Int64) -> Float32:
     s = given.shape
     args = Combine(s.dtype, s.group, s.q_len, s.head_dim_v, s.split_tokens, given.runs, roots)
-    reads = bench.whole(as_bytes(logits)), bench.scattered(given.values, row_sizes(given, s.head_dim_v))
+    reads = bench.whole(as_bytes(logits)), bench.scattered(given.values, value_sizes(given))
     shape = (len(roots), s.q_len, s.group, 2 + s.head_dim_v)
     return bench.launch(args, reads, bench.target(int(np.prod(shape)) * 4)).view(np.float32).reshape(shape)
 
@@ -129,9 +129,14 @@ def run_output(bench: Bench, given: Problem, parts: list[tuple[Problem, Int64]])
     return bench.launch(args, (bench.whole(as_bytes(states)),), bench.target(nbytes)).view(np.float32)
 
 
-def row_sizes(given: Problem, dim: int) -> Int64:
-    """Bytes of each run for rows of `dim` elements."""
-    return given.lengths * dim * ITEMSIZE[given.shape.dtype]
+def key_sizes(given: Problem) -> Int64:
+    """Bytes of the keys of each run."""
+    return given.lengths * given.shape.head_dim * ITEMSIZE[given.shape.dtype]
+
+
+def value_sizes(given: Problem) -> Int64:
+    """Bytes of the values of each run."""
+    return given.lengths * value_nbytes(given.shape.dtype, given.shape.head_dim_v)
 
 
 def as_bytes(array: NDArray[np.float32]) -> Bytes:

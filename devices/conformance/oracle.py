@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.info import Arithmetic
+from tierloop.devices.kernels.contract import CODE_RANGE
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -33,8 +34,18 @@ TINY = 2.0**-126
 
 
 def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
-    """float32 numbers as the bytes of `dtype`, rounded to nearest, ties to even; NaN stays NaN."""
+    """float32 numbers as the bytes of `dtype`, rounded to nearest, ties to even; NaN stays NaN.
+
+    Finite numbers only where they become codes, whose scale is 1; what is beyond the largest code becomes that code.
+    """
     flat = np.ascontiguousarray(numbers, dtype=np.float32).reshape(-1)
+    if dtype == "int8":
+        return np.asarray(np.rint(np.clip(flat, -127, 127)).astype(np.int8).view(np.uint8))
+    if dtype == "fp8_e4m3":
+        between = (_FP8[:126] + _FP8[1:127]) / 2
+        codes = np.searchsorted(between, np.abs(flat))
+        codes += (codes % 2 == 1) & (codes < 126) & (between[np.minimum(codes, 125)] == np.abs(flat))
+        return (codes | np.where(np.signbit(flat), 128, 0)).astype(np.uint8)
     if dtype == "float32":
         return flat.view(np.uint8)
     if dtype == "float16":
@@ -47,11 +58,43 @@ def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
 
 
 def decode(stored: NDArray[np.uint8], dtype: str) -> Float64:
-    """Bytes of `dtype` as the numbers that they are."""
+    """Bytes of `dtype` as the numbers that they are; codes have the scale 1."""
+    if dtype == "int8":
+        return stored.view(np.int8).astype(np.float64)
+    if dtype == "fp8_e4m3":
+        return _FP8[stored]
     if dtype == "bfloat16":
         return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     with np.errstate(invalid="ignore"):  # signalling NaN
         return stored.view(np.float32 if dtype == "float32" else np.float16).astype(np.float64)
+
+
+def encode_values(rows: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
+    """V rows float32 (rows, d) as the bytes of `dtype`; a row of codes is followed by its scale."""
+    if dtype not in CODE_RANGE:
+        return encode(rows, dtype)
+    rows = rows.astype(np.float32)
+    scales = np.maximum(np.abs(rows).max(axis=1, keepdims=True), np.float32(1e-20)) / np.float32(CODE_RANGE[dtype])
+    codes = encode(rows / scales, dtype).reshape(rows.shape)
+    return np.concatenate([codes, scales.view(np.uint8)], axis=1).reshape(-1)
+
+
+def decode_values(stored: NDArray[np.uint8], dtype: str, dim: int) -> Float64:
+    """Bytes of V rows as the numbers that they are, exactly: (rows, dim)."""
+    if dtype not in CODE_RANGE:
+        return decode(stored, dtype).reshape(-1, dim)
+    rows = stored.reshape(-1, dim + 4)
+    codes = np.ascontiguousarray(rows[:, :dim])
+    return decode(codes, dtype) * np.ascontiguousarray(rows[:, dim:]).view(np.float32).astype(np.float64)
+
+
+def _fp8_number(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return float("nan") if code & 127 == 127 else -magnitude if code & 128 else magnitude
+
+
+_FP8 = np.array([_fp8_number(code) for code in range(256)])
 
 
 @dataclass(frozen=True)

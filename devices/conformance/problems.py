@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tierloop.devices.conformance import oracle
 from tierloop.devices.conformance.subject import Bytes
 from tierloop.devices.info import Arithmetic
-from tierloop.devices.kernels.contract import Attend, DType
+from tierloop.devices.kernels.contract import CODE_RANGE, Attend, DType
 from tierloop.devices.states import cover, top_node
 
 Int64 = NDArray[np.int64]
@@ -81,7 +81,7 @@ class Problem:
 
     def decoded_values(self) -> oracle.Float64:
         """(rows, head_dim_v)."""
-        return oracle.decode(self.values, self.shape.dtype).reshape(-1, self.shape.head_dim_v)
+        return oracle.decode_values(self.values, self.shape.dtype, self.shape.head_dim_v)
 
     def top_roots(self) -> Int64:
         """One root per sequence and head, int64 (S·H, 4)."""
@@ -152,12 +152,13 @@ def problem(shape: Shape, rng: np.random.Generator) -> Problem:
     num = sum(lengths)
     s = shape
     last = np.array([[max(s.tokens - 7 * q, 1) - s.q_len + t for t in range(s.q_len)] for q in range(s.num_sequences)])
-    queries = rng.normal(size=(s.num_sequences, s.q_len, s.num_kv_heads * s.group, s.head_dim)) * s.spread
+    scale = 3.5 / CODE_RANGE[s.dtype] if s.dtype in CODE_RANGE else 1.0  # of the keys; it is a part of the queries
+    queries = rng.normal(size=(s.num_sequences, s.q_len, s.num_kv_heads * s.group, s.head_dim)) * (s.spread * scale)
     return Problem(
         shape,
         queries.astype(np.float32),
-        oracle.encode(rng.normal(size=(num, s.head_dim)).astype(np.float32), s.dtype),
-        oracle.encode(rng.normal(size=(num, s.head_dim_v)).astype(np.float32), s.dtype),
+        oracle.encode((rng.normal(size=(num, s.head_dim)) / scale).astype(np.float32), s.dtype),
+        oracle.encode_values(rng.normal(size=(num, s.head_dim_v)).astype(np.float32), s.dtype),
         np.array(runs, dtype=np.int64).reshape(-1, 3),
         np.array(lengths, dtype=np.int64),
         last.astype(np.int64),

@@ -115,4 +115,4 @@ def _codes(rows: Float32, scales: Float32, dtype: str) -> Bytes:
     small = np.rint(np.where(magnitude < 2.0**-6, magnitude, 0) * np.float32(512))
     codes = np.where(magnitude < 2.0**-6, small.astype(np.uint32), normal)
     codes = np.where(number, codes, np.uint32(0x7F)) | (np.signbit(rows).astype(np.uint32) << 7)
-    return codes.astype(np.uint8)
+    return np.asarray(codes, dtype=np.uint8)

@@ -111,7 +111,7 @@ class Store:
 
     def _map(self, nbytes: int) -> Bytes:
         if self._backing is None:
-            memory = mmap.mmap(-1, nbytes)
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are never huge
             if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
         else:

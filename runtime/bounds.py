@@ -2,11 +2,13 @@
 
 With u = 2⁻²⁴, the unit roundoff of float32, and d = head_dim, the logit of row j is off by at most
 
-    ds_j ≤ (d + 2)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
+    ds_j ≤ (d + 3)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
 
 and the output, of which B states of `split_tokens` rows were merged, by
 
-    |ô − o| ≤ [2·max_j ds_j + (2·split_tokens + 8·B + 16)·u] · Σ_j p_j |V_j|.
+    |ô − o| ≤ [2·max_j ds_j + (2·split_tokens + 8·B + 18)·u] · Σ_j p_j |V_j|,
+
+one rounding more in each than plain numbers need, for rows of codes: a row's scale, and the keys' scales in queries.
 
 First-order rounding analysis of the un-normalised states, each merge adding a constant number of roundings.
 """
@@ -25,9 +27,9 @@ def rounding_bound(
 ) -> Float64:
     """The bound on |ô − o|, (g, d_v), of one KV head: queries (g, d), logits (g, n), keys (n, d), values (n, d_v)."""
     top = logits.max(axis=1, keepdims=True)
-    ds = (query.shape[1] + 2) * U * scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+    ds = (query.shape[1] + 3) * U * scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
     ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
-    factor = 2 * ds.max(axis=1, keepdims=True) + (2 * split_tokens + 8 * merges + 16) * U
+    factor = 2 * ds.max(axis=1, keepdims=True) + (2 * split_tokens + 8 * merges + 18) * U
     bound: Float64 = factor * np.einsum("gn,nd->gd", softmax(logits), np.abs(values))
     return np.maximum(bound, np.finfo(np.float32).tiny)
 

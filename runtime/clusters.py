@@ -41,37 +41,37 @@ class Clustering:
 
 
 class Members:
-    """The rows of each cluster of one layer and KV head, cluster after cluster."""
+    """The rows of each cluster of one layer and KV head.
+
+    `positions` lists the rows, cluster after cluster; cluster i has `sizes`[i] of them, from `starts`[i] on.
+    """
 
     def __init__(self) -> None:
-        self.starts = np.zeros(1, dtype=np.int64)
+        self.sizes, self.starts = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self.positions = np.empty(0, dtype=np.int64)
-
-    @property
-    def sizes(self) -> Int64:
-        """Rows of each cluster, int64 (clusters,)."""
-        return np.diff(self.starts)
+        self._smallest_first = np.empty(0, dtype=np.int64)
 
     def add(self, labels: Int64, first: int, count: int) -> None:
         """`count` further clusters of the rows from position `first` on, labels 0 … count - 1."""
-        order = np.argsort(labels, kind="stable")
-        sizes = np.bincount(labels, minlength=count)
-        self.positions = np.concatenate((self.positions, order + first))
-        self.starts = np.concatenate((self.starts, self.starts[-1] + np.cumsum(sizes)))
+        self.positions = np.concatenate((self.positions, np.argsort(labels, kind="stable") + first))
+        self.sizes = np.concatenate((self.sizes, np.bincount(labels, minlength=count)))
+        self.starts = np.cumsum(self.sizes) - self.sizes
+        self._smallest_first = np.cumsum(np.sort(self.sizes))
 
     def surely(self, num_tokens: int) -> int:
         """How many clusters hold `num_tokens` rows whichever they are (all of them if there are not so many rows)."""
-        smallest_first = np.cumsum(np.sort(self.sizes))
-        return min(int(np.searchsorted(smallest_first, num_tokens)) + 1, len(smallest_first)) if num_tokens > 0 else 0
+        if num_tokens <= 0:
+            return 0
+        return min(int(np.searchsorted(self._smallest_first, num_tokens)) + 1, len(self.sizes))
 
     def pick(self, order: Int64, num_tokens: int) -> Int64:
         """Positions, ascending, of the first clusters of `order` that together hold at least `num_tokens` rows."""
         if num_tokens <= 0:
             return np.empty(0, dtype=np.int64)
-        held = np.cumsum(self.sizes[order])
-        taken = order[: int(np.searchsorted(held, num_tokens)) + 1].tolist()
-        parts = [self.positions[self.starts[i] : self.starts[i + 1]] for i in taken]
-        return np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+        taken = order[: int(np.searchsorted(np.cumsum(self.sizes[order]), num_tokens)) + 1]
+        sizes = self.sizes[taken]
+        places = np.arange(int(sizes.sum())) + np.repeat(self.starts[taken] - (np.cumsum(sizes) - sizes), sizes)
+        return np.sort(self.positions[places])
 
 
 @dataclass
@@ -95,6 +95,17 @@ class _Layer:
     pending: _Pending | None = None
 
 
+def check_clusters(engine: Engine) -> None:
+    """Raise ConfigurationError unless the device that runs the modules can cluster keys."""
+    executor = engine.dense.executor
+    for kernel in ("cluster", "score", "topk"):
+        if kernel not in executor.kernels or (executor.dtypes and engine.shape.dtype not in executor.dtypes):
+            raise ConfigurationError(
+                f"{engine.dense.device.info.name} runs the modules, so it has to keep the clusters, "
+                f"but it does not offer {kernel} for keys of {engine.shape.dtype}"
+            )
+
+
 class ClusterIndex:
     """The clusters of all layers of one request; raises TierTooSmall where the dense device has no room for them.
 
@@ -104,12 +115,7 @@ class ClusterIndex:
     def __init__(self, engine: Engine, how: Clustering, max_tokens: int) -> None:
         self.how = how
         self._engine = engine
-        shape, executor = engine.shape, engine.dense.executor
-        if "cluster" not in executor.kernels or (executor.dtypes and shape.dtype not in executor.dtypes):
-            raise ConfigurationError(
-                f"{engine.dense.device.info.name} runs the modules and holds the centroids, "
-                f"but does not cluster keys of {shape.dtype}"
-            )
+        shape = engine.shape
         # Only the last segment of a launch can have more than rows / cluster_tokens clusters: one.
         self._width = max_tokens // how.cluster_tokens + max_tokens // how.update_tokens + 2
         heads, row = shape.num_kv_heads, shape.head_dim * 4

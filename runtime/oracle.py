@@ -3,13 +3,7 @@
 It keeps the queries and outputs of every step and layer, and the K and V rows of each request as they are stored, apart
 from any device. What codes stand for is code · scale, exactly; queries are those of the model, without scales. After
 the run it recomputes attention in float64 over the rows that were attended, and over all rows, and compares with an
-analytic bound that needs no tuning (u = 2⁻²⁴, unit roundoff of float32 accumulation; d = head_dim):
-
-    ds_j ≤ (d + 2)·u·scale·Σ|q_k||K_jk| + 2u|s_j| + 2u|s_max − s_j|
-    |ô − o| ≤ [2·max_j ds_j + (2·split + 8·B + 16)·u] · Σ_j p_j |V_j|
-
-where B is the number of splits that are merged. Derivation: first-order rounding analysis of the un-normalised states,
-each merge adding a constant number of roundings.
+analytic bound of runtime/bounds.py, which needs no tuning.
 
 Products are einsums and not `@`: matrices this small gain nothing from a threaded BLAS, whose threads spin for each
 other where the host is busy (a check of 15 steps of 2 layers at 4,096 rows: 0.28 s instead of 4.7 s of CPU time).
@@ -23,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.bounds import rounding_bound, softmax
 from tierloop.runtime.dtypes import exact_keys, exact_values, keys_to_bytes, values_to_bytes
 from tierloop.runtime.prefill import Prefill
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
-U = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -125,13 +119,13 @@ class Recorder:
         query, output = step.query[group].astype(np.float64), step.output[group].astype(np.float64)
         keys, values = keys[:visible], values[:visible]
         logits = self._scale * np.einsum("gd,nd->gn", query, keys)
-        dense = np.einsum("gn,nd->gd", _softmax(logits), values)
+        dense = np.einsum("gn,nd->gd", softmax(logits), values)
         if step.attended is None:
             expected = dense
             bound = self._bound(query, logits, keys, values, np.arange(visible))
         else:
             chosen = _positions(step.attended[head], step.unit, visible)
-            expected = np.einsum("gn,nd->gd", _softmax(logits[:, chosen]), values[chosen])
+            expected = np.einsum("gn,nd->gd", softmax(logits[:, chosen]), values[chosen])
             bound = self._bound(query, logits[:, chosen], keys[chosen], values[chosen], chosen)
         error = np.abs(output - expected)
         ratio = error / bound
@@ -142,20 +136,9 @@ class Recorder:
         )
 
     def _bound(self, query: Float64, logits: Float64, keys: Float64, values: Float64, rows: Int64) -> Float64:
-        shape = self._shape
-        top = logits.max(axis=1, keepdims=True)
-        ds = (shape.head_dim + 2) * U * self._scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
-        ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
-        merges = len(np.unique(rows // shape.split_tokens))
-        factor = 2 * ds.max(axis=1, keepdims=True) + (2 * shape.split_tokens + 8 * merges + 16) * U
-        bound: Float64 = factor * np.einsum("gn,nd->gd", _softmax(logits), np.abs(values))
-        return np.maximum(bound, np.finfo(np.float32).tiny)
-
-
-def _softmax(logits: Float64) -> Float64:
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    normalised: Float64 = p / p.sum(axis=1, keepdims=True)
-    return normalised
+        split_tokens = self._shape.split_tokens
+        merges = len(np.unique(rows // split_tokens))
+        return rounding_bound(query, logits, keys, values, self._scale, split_tokens, merges)
 
 
 def _positions(chosen: Int64, unit: int, visible: int) -> Int64:

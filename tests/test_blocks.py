@@ -135,3 +135,43 @@ def test_rows_of_several_requests_join_in_order() -> None:
     rows = join(parts)
     assert rows.runs[:, 0].tolist() == [0, 1, 2]
     assert sum(s.spans.nbytes for s in rows.keys) == 3 * 3 * 32
+
+
+@given(st.lists(st.booleans(), min_size=26, max_size=26), st.permutations(range(8)))
+def test_single_rows_are_found_where_their_blocks_lie(wanted: list[bool], order: list[int]) -> None:
+    table, pools = BlockTable(SHAPE, 16), [make_pool(16), make_pool(16, "other")]
+    for side in (K, V):
+        for head in range(2):
+            for block in range(4):
+                table.put(1, side, head, np.array([block]), pools[order[4 * head + block] % 2])
+    table.length[1] = 13
+    heads, positions = np.divmod(np.flatnonzero(wanted), 13)
+    rows = table.single_rows(1, heads, positions, sequence=3)
+    found = []
+    for side, operand in ((K, rows.keys), (V, rows.values)):
+        lies = [
+            (s.region, offset + at) for s in operand for offset, n in s.spans.array.tolist() for at in range(0, n, 32)
+        ]
+        sizes = [n // 32 for s in operand for n in s.spans.array[:, 1].tolist()]
+        assert len(sizes) == len(rows.runs)
+        found = [(h, p + i) for (s, h, p), n in zip(rows.runs.tolist(), sizes, strict=True) for i in range(n)]
+        assert found == list(zip(heads.tolist(), positions.tolist(), strict=True))
+        for (head, position), where in zip(found, lies, strict=True):
+            pool = table.pools[table.pool[1, side, head, position // 4]]
+            assert where == (pool.region, table.offset[1, side, head, position // 4] + position % 4 * 32)
+    assert (rows.runs[:, 0] == 3).all()
+
+
+def test_neighbouring_rows_are_one_run() -> None:
+    table, pool = BlockTable(SHAPE, 16), make_pool(16)
+    for side in (K, V):
+        for head in range(2):
+            table.put(0, side, head, np.arange(4), pool)
+    table.length[0] = 16
+    rows = table.single_rows(0, np.array([0] * 6 + [1] * 2), np.array([1, 2, 3, 4, 5, 9, 6, 7]))
+    assert rows.runs.tolist() == [[0, 0, 1], [0, 0, 9], [0, 1, 6]]
+    heads, blocks = table.all_blocks(0)
+    whole, single = table.rows(0, heads, blocks), table.single_rows(0, np.repeat([0, 1], 16), np.tile(np.arange(16), 2))
+    assert whole.runs.tolist() == single.runs.tolist()
+    assert whole.keys == single.keys
+    assert whole.values == single.values

@@ -19,7 +19,7 @@ from tests.attention_case import Bytes, Float32, Int64, bytes_of, region, same_b
 from tests.oracle import TINY, U
 from tierloop.devices.commands import Launch, Operand
 from tierloop.devices.kernels import run
-from tierloop.devices.kernels.contract import DTYPES, ITEMSIZE, Cluster, check, cut_into_segments, num_clusters
+from tierloop.devices.kernels.contract import DTYPES, ITEMSIZE, Cluster, check, cut_into_segments, flops, num_clusters
 from tierloop.devices.kernels.definition import FP8_NUMBERS, Given, define, k_means, nearest_of, numbers
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
@@ -376,6 +376,13 @@ def test_minus_infinity_beats_no_number() -> None:
     case = Keys(((16,),), dim=1, iterations=0, rows=rows)
     # The centroid −inf has no direction; with the direction of row 8, −inf is a product like any other.
     assert case.cluster()[1].tolist() == [1] * 16
+
+
+def test_work_is_counted_per_head() -> None:
+    case = Keys(((64, 64), (64, 64)), segment_tokens=32, iterations=3)
+    assert flops(case.args, [case.stored.nbytes]) == 4 * sum(2 * 32 * 4 * case.dim for _ in case.segments)
+    short = Keys(((64, 64), (64, 64)), segment_tokens=1 << 30, iterations=3)
+    assert flops(short.args, [short.stored.nbytes]) == 4 * sum(2 * 64 * 8 * case.dim for _ in range(4))
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

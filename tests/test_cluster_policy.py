@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -156,7 +157,8 @@ def test_the_chosen_clusters_are_those_with_the_best_centroids() -> None:
             scores = np.einsum("hgd,hcd->hgc", queries, centroids).max(axis=1)
             for head, members in enumerate(index.members(layer)):
                 mine = set(chosen.positions[chosen.heads == head].tolist())
-                parts = [set(members.positions[a:b].tolist()) for a, b in pairwise(members.starts)]
+                ends = np.append(members.starts, len(members.positions))
+                parts = [set(members.positions[a:b].tolist()) for a, b in pairwise(ends)]
                 sizes = np.array([len(part) for part in parts])
                 assert sum(sizes) == index.end(layer) - 4
                 inside = np.array([bool(part) and part <= mine for part in parts])
@@ -249,6 +251,23 @@ def test_a_device_without_room_for_the_index_refuses_the_request() -> None:
     with pytest.raises(TierTooSmall, match="emu:gpu is too small"):
         watched(cluster_tokens=1, overrides={"devices.gpu.capacity": 120_000}, shares={"emu:dram": 1.0})
     watched(cluster_tokens=16, overrides={"devices.gpu.capacity": 120_000}, shares={"emu:dram": 1.0})
+
+
+def test_a_device_that_cannot_cluster_is_refused_unless_everything_is_attended() -> None:
+    def without(budget: float) -> Callable[[Engine], Policy]:
+        def build(engine: Engine) -> Policy:
+            executor = engine.dense.executor
+            fewer = replace(executor, kernels=executor.kernels - {"cluster"})
+            engine.dense = replace(engine.dense, executor=fewer)
+            return ClusterTopk(engine, budget=budget)
+
+        return build
+
+    with pytest.raises(
+        ConfigurationError, match=r"emu:gpu runs the modules.*does not offer cluster for keys of float32"
+    ):
+        decode(MODEL, [PROMPT[:40]], without(0.5))
+    assert decode(MODEL, [PROMPT[:40]], without(1.0)).verdict.checked > 0
 
 
 # -- members --------------------------------------------------------------------------------------------------------

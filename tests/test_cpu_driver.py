@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,49 @@ def test_a_region_is_zeroed_host_memory_that_the_host_sees(site: Site, device: C
     assert not region.view.any()
     write_bytes(site.clock, device, region.at(4990, 10), numbers(10))
     assert region.view[4990:].tolist() == list(range(10))
+
+
+def test_regions_may_have_huge_pages(device: Cpu) -> None:
+    # The system gives them to private mappings only, and a shared one asks in vain without an error.
+    region = device.alloc(8 << 20)
+    assert region.view is not None
+    address = region.view.ctypes.data
+    flags: list[str] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and ":" not in first:
+            low, high = (int(x, 16) for x in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            flags = line.split()[1:]
+    assert flags, "the mapping is found"
+    assert "sh" not in flags
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_workers_run_on_the_cores_that_were_asked_for(site: Site) -> None:
+    core = max(os.sched_getaffinity(0))
+    device = open_cpu("dram", site, {"cores": [core]})
+    seen: list[set[int]] = []
+    wait(site.clock, device.submit(dense(lambda: seen.append(os.sched_getaffinity(0)))))
+    device.close()
+    assert seen == [{core}]
+    assert os.sched_getaffinity(0) != {core} or len(os.sched_getaffinity(0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "message"),
+    [
+        ([], "allowed: a list of core numbers"),
+        ([True], "allowed: a list"),
+        ("0", "allowed: a list"),
+        ([4096], "may not use core 4096"),
+    ],
+)
+def test_cores_that_cannot_be_used_are_refused(site: Site, cores: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        open_cpu("dram", site, {"cores": cores})
 
 
 def test_a_view_that_outlives_its_region_is_harmless(device: Cpu) -> None:

@@ -583,6 +583,15 @@ def test_a_root_is_cut_at_tree_nodes_when_more_threads_want_work() -> None:
     assert ((pieces[1:, LOW] + 40) == pieces[1:, SPLIT] * 16).all()
 
 
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More cores than this machine may have, so that threads are granted."""
+    from tierloop.devices.kernels import pool
+
+    monkeypatch.setattr(pool, "_CORES", 64)
+
+
+@pytest.mark.usefixtures("many_cores")
 def test_shared_work_runs_on_all_threads_and_errors_come_back() -> None:
     from tierloop.devices.kernels.pool import share
 
@@ -600,6 +609,7 @@ def test_shared_work_runs_on_all_threads_and_errors_come_back() -> None:
         share(2, fails_elsewhere)
 
 
+@pytest.mark.usefixtures("many_cores")
 def test_shares_of_many_threads_at_once_all_end() -> None:
     from tierloop.devices.kernels.pool import share
 
@@ -611,6 +621,44 @@ def test_shares_of_many_threads_at_once_all_end() -> None:
         caller.join(30)
     assert not any(caller.is_alive() for caller in callers)
     assert len(done) >= 8
+
+
+def test_devices_that_compute_at_once_get_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tierloop.devices.kernels import pool
+
+    monkeypatch.setattr(pool, "_CORES", 3)
+    first, second, third = pool._grant(2), pool._grant(2), pool._grant(2)
+    assert (first, second, third) == (2, 1, 1)
+    for granted in (first, second, third):
+        pool._give_back(granted)
+    assert pool._grant(8) == 3
+    pool._give_back(3)
+    with pytest.raises(ZeroDivisionError):
+        pool.share(1, lambda: 1 // 0)
+    assert pool._working == 0
+
+
+@pytest.mark.usefixtures("many_cores")
+def test_threads_that_help_run_on_the_cores_of_their_caller() -> None:
+    from tierloop.devices.kernels.pool import bind, cores_of_this_thread, share
+
+    one = frozenset([min(cores_of_this_thread())])
+    seen: list[frozenset[int]] = []
+
+    def caller() -> None:
+        bind(one)
+        together = threading.Barrier(2, timeout=30)
+
+        def work() -> None:
+            together.wait()
+            seen.append(cores_of_this_thread())
+
+        share(2, work)
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    thread.join(30)
+    assert seen == [one, one]
 
 
 # -- other machines -------------------------------------------------------------------------------------------------

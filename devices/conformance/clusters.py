@@ -49,11 +49,11 @@ def make_keys(dtype: DType, dim: int, spread: float, rng: np.random.Generator) -
         rows.append(directions[mine] + rng.normal(size=(n, dim)) * spread)
         labels.append(mine + known)
         known += c
-    stored = _encode(np.concatenate(rows), dtype)
+    stored = oracle.encode(np.concatenate(rows).astype(np.float32), dtype)
     runs = [(s, h, 5 + at) for s, h, n in _HEADS for at in range(0, n, 9)]
     lengths = [min(9, n - at) for _, _, n in _HEADS for at in range(0, n, 9)]
     return Keys(
-        dtype, stored, _decode(stored, dtype).reshape(-1, dim), np.array(runs, dtype=np.int64),
+        dtype, stored, oracle.decode(stored, dtype).reshape(-1, dim), np.array(runs, dtype=np.int64),
         np.array(lengths, dtype=np.int64), np.concatenate(labels),
     )  # fmt: skip
 
@@ -108,29 +108,3 @@ def judge_nearest(bench: Bench, keys: Keys, labels: Int64, what: str) -> None:
         if (short > 0).any():
             expect(False, f"{what}: row {low + int(short.argmax())} has a centroid that is better by {short.max():.3g}")
         low, known = low + n, known + c
-
-
-def _encode(rows: Float64, dtype: DType) -> Bytes:
-    if dtype == "int8":
-        return np.clip(np.rint(rows), -127, 127).astype(np.int8).view(np.uint8).reshape(-1)
-    if dtype == "fp8_e4m3":
-        finite = np.nan_to_num(_FP8, nan=np.inf)
-        return np.asarray(np.abs(rows.reshape(-1, 1) - finite).argmin(axis=1), dtype=np.uint8)
-    return oracle.encode(rows.astype(np.float32), dtype)
-
-
-def _decode(stored: Bytes, dtype: DType) -> Float64:
-    if dtype == "int8":
-        return stored.view(np.int8).astype(np.float64)
-    return _FP8[stored] if dtype == "fp8_e4m3" else oracle.decode(stored, dtype)
-
-
-def _fp8_number(code: int) -> float:
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if code & 127 == 127:
-        return float("nan")
-    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-    return -magnitude if code & 128 else magnitude
-
-
-_FP8 = np.array([_fp8_number(code) for code in range(256)])

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.conformance.launches import Bench, as_bytes
-from tierloop.devices.conformance.oracle import Int64
+from tierloop.devices.conformance.oracle import NUMBERS, Int64
 from tierloop.devices.conformance.subject import Bytes, Lane, Skip, Subject, expect
 from tierloop.devices.kernels.contract import CODE_RANGE, Codes, Dequantize, Quantize
 
@@ -66,21 +66,6 @@ def check_dequantize_rounds_once(subject: Subject) -> None:
                         what = f"code {stored[i, j]:#x} of row {i} became {got[i, j]!r}, not {want[i, j]!r}"
                         expect(False, f"dequantize, {dtype}, axis {axis}, dim {dim}: {what}")
                     bench.free()
-
-
-def _fp8_number(code: int) -> float:
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if code & 127 == 127:
-        return float("nan")
-    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-    return -magnitude if code & 128 else magnitude
-
-
-NUMBERS = {
-    "int8": np.arange(256).astype(np.int8).astype(np.float64),
-    "fp8_e4m3": np.array([_fp8_number(code) for code in range(256)]),
-}
-"""What every code stands for, float64 (256,)."""
 
 
 @dataclass(frozen=True)

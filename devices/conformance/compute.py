@@ -42,7 +42,7 @@ from tierloop.devices.spans import Spans
 
 
 def check_attend_is_attention(subject: Subject) -> None:
-    """All dtypes, groups, head sizes, layouts and causal masks, with one root, a root per split, and mixed roots."""
+    """All dtypes, groups, head sizes, layouts and masks, and the soft-cap, with one root, one per split, and mixed."""
     for lane in subject.kernel_lanes("attend"):
         for shape in shapes(lane.executor.dtypes):
             given = problem(shape, subject.rng)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -94,7 +96,7 @@ def attend_operands(
     s = given.shape
     reads = (
         bench.whole(as_bytes(given.queries)),
-        bench.scattered(given.keys, key_sizes(given)),
+        bench.scattered(given.keys, row_sizes(given, s.head_dim)),
         bench.scattered(given.values, value_sizes(given), values_on),
     )
     return reads, bench.target(len(roots) * s.q_len * s.group * (2 + s.head_dim_v) * 4)
@@ -104,9 +106,9 @@ def run_logits(bench: Bench, given: Problem) -> Float32:
     s = given.shape
     args = Logits(
         s.dtype, s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim, given.scale, given.runs,
-        given.q_positions,
+        given.q_positions, *astuple(s.masks),
     )  # fmt: skip
-    reads = bench.whole(as_bytes(given.queries)), bench.scattered(given.keys, key_sizes(given))
+    reads = bench.whole(as_bytes(given.queries)), bench.scattered(given.keys, row_sizes(given, s.head_dim))
     nbytes = int(given.lengths.sum()) * s.q_len * s.group * 4
     return bench.launch(args, reads, bench.target(nbytes)).view(np.float32)
 
@@ -129,13 +131,13 @@ def run_output(bench: Bench, given: Problem, parts: list[tuple[Problem, Int64]])
     return bench.launch(args, (bench.whole(as_bytes(states)),), bench.target(nbytes)).view(np.float32)
 
 
-def key_sizes(given: Problem) -> Int64:
-    """Bytes of the keys of each run."""
-    return given.lengths * given.shape.head_dim * ITEMSIZE[given.shape.dtype]
+def row_sizes(given: Problem, dim: int) -> Int64:
+    """Bytes of each run for rows of `dim` elements."""
+    return given.lengths * dim * ITEMSIZE[given.shape.dtype]
 
 
 def value_sizes(given: Problem) -> Int64:
-    """Bytes of the values of each run."""
+    """Bytes of each run of V rows."""
     return given.lengths * value_nbytes(given.shape.dtype, given.shape.head_dim_v)
 
 

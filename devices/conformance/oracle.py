@@ -8,7 +8,7 @@ of at most
 
 (products and sums, scaling, the argument of the exponential), and weights and sums over them a relative error of
 
-    β = exp(2·max_j ds_j) − 1 + (2·split_tokens + 8·partials + 16)·u
+    β = exp(2·max_j ds_j) − 1 + (2·split_tokens + 8·partials + 18)·u
 
 of Σ p_j and Σ p_j|v_j|. It is an a-priori rounding analysis without tuned constants; what float32 kernels really do is
 within 6 % of it. To this comes the rounding of the result to float32 or, for states, to the wire. Below the smallest
@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.info import Arithmetic
-from tierloop.devices.kernels.contract import CODE_RANGE
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -33,19 +32,29 @@ RESULT = ROUNDOFF["float32"]
 TINY = 2.0**-126
 
 
-def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
-    """float32 numbers as the bytes of `dtype`, rounded to nearest, ties to even; NaN stays NaN.
+def _fp8_number(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return float("nan")
+    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -magnitude if code & 128 else magnitude
 
-    Finite numbers only where they become codes, whose scale is 1; what is beyond the largest code becomes that code.
-    """
+
+NUMBERS = {
+    "int8": np.arange(256).astype(np.int8).astype(np.float64),
+    "fp8_e4m3": np.array([_fp8_number(code) for code in range(256)]),
+}
+"""What every code stands for, float64 (256,), for the types whose elements are codes."""
+
+
+def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
+    """float32 numbers as the bytes of `dtype`, rounded to nearest, ties to even; NaN stays NaN. Codes have scale 1."""
+    if dtype in NUMBERS:
+        known = np.nan_to_num(NUMBERS[dtype], nan=np.inf)
+        if dtype == "int8":
+            known[128] = np.inf  # −128 is no code
+        return np.asarray(np.abs(numbers.reshape(-1, 1) - known).argmin(axis=1), dtype=np.uint8)
     flat = np.ascontiguousarray(numbers, dtype=np.float32).reshape(-1)
-    if dtype == "int8":
-        return np.asarray(np.rint(np.clip(flat, -127, 127)).astype(np.int8).view(np.uint8))
-    if dtype == "fp8_e4m3":
-        between = (_FP8[:126] + _FP8[1:127]) / 2
-        codes = np.searchsorted(between, np.abs(flat))
-        codes += (codes % 2 == 1) & (codes < 126) & (between[np.minimum(codes, 125)] == np.abs(flat))
-        return (codes | np.where(np.signbit(flat), 128, 0)).astype(np.uint8)
     if dtype == "float32":
         return flat.view(np.uint8)
     if dtype == "float16":
@@ -58,11 +67,9 @@ def encode(numbers: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
 
 
 def decode(stored: NDArray[np.uint8], dtype: str) -> Float64:
-    """Bytes of `dtype` as the numbers that they are; codes have the scale 1."""
-    if dtype == "int8":
-        return stored.view(np.int8).astype(np.float64)
-    if dtype == "fp8_e4m3":
-        return _FP8[stored]
+    """Bytes of `dtype` as the numbers that they are; of codes, the codes."""
+    if dtype in NUMBERS:
+        return NUMBERS[dtype][stored]
     if dtype == "bfloat16":
         return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -70,31 +77,34 @@ def decode(stored: NDArray[np.uint8], dtype: str) -> Float64:
 
 
 def encode_values(rows: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
-    """V rows float32 (rows, d) as the bytes of `dtype`; a row of codes is followed by its scale."""
-    if dtype not in CODE_RANGE:
+    """V rows (n, dim) as stored, end to end: codes are followed by the row's scale."""
+    if dtype not in NUMBERS:
         return encode(rows, dtype)
-    rows = rows.astype(np.float32)
-    scales = np.maximum(np.abs(rows).max(axis=1, keepdims=True), np.float32(1e-20)) / np.float32(CODE_RANGE[dtype])
-    codes = encode(rows / scales, dtype).reshape(rows.shape)
+    scales = (np.abs(rows).max(axis=1, keepdims=True) / np.nanmax(NUMBERS[dtype])).astype(np.float32)
+    scales = np.where(scales > 0, scales, np.float32(1))
+    codes = encode((rows / scales).astype(np.float32), dtype).reshape(rows.shape)
     return np.concatenate([codes, scales.view(np.uint8)], axis=1).reshape(-1)
 
 
 def decode_values(stored: NDArray[np.uint8], dtype: str, dim: int) -> Float64:
-    """Bytes of V rows as the numbers that they are, exactly: (rows, dim)."""
-    if dtype not in CODE_RANGE:
+    """The numbers of V rows: (n, dim)."""
+    if dtype not in NUMBERS:
         return decode(stored, dtype).reshape(-1, dim)
     rows = stored.reshape(-1, dim + 4)
-    codes = np.ascontiguousarray(rows[:, :dim])
-    return decode(codes, dtype) * np.ascontiguousarray(rows[:, dim:]).view(np.float32).astype(np.float64)
+    scales = np.ascontiguousarray(rows[:, dim:]).view(np.float32).astype(np.float64)
+    return decode(np.ascontiguousarray(rows[:, :dim]), dtype) * scales
 
 
-def _fp8_number(code: int) -> float:
-    exponent, mantissa = code >> 3 & 15, code & 7
-    magnitude = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-    return float("nan") if code & 127 == 127 else -magnitude if code & 128 else magnitude
+@dataclass(frozen=True)
+class Masks:
+    """What counts for a query besides causality, and the cap of logits; 0 is none."""
+
+    window: int = 0
+    sink_tokens: int = 0
+    softcap: float = 0.0
 
 
-_FP8 = np.array([_fp8_number(code) for code in range(256)])
+NO_MASKS = Masks()
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,14 @@ class States:
 
 
 def logits(
-    queries: Float64, keys: Float64, rows: Rows, q_positions: Int64, group: int, scale: float, arithmetic: Arithmetic
+    queries: Float64,
+    keys: Float64,
+    rows: Rows,
+    q_positions: Int64,
+    group: int,
+    scale: float,
+    arithmetic: Arithmetic,
+    masks: Masks = NO_MASKS,
 ) -> Expected:
     """queries (S, q_len, H·group, d) × keys (rows, d) → (rows, q_len, group); masked entries are −inf."""
     u = _unit(arithmetic)
@@ -148,9 +165,16 @@ def logits(
     for j in range(n):
         sequence, head = int(rows.sequence[j]), int(rows.kv_head[j])
         q = queries[sequence, :, head * group : (head + 1) * group]
-        counts = q_positions[sequence] >= rows.position[j]
+        far = q_positions[sequence] - rows.position[j]
+        counts = far >= 0
+        if masks.window and rows.position[j] >= masks.sink_tokens:
+            counts &= far < masks.window
         value[j, counts] = scale * (q[counts] @ keys[j])
         error[j, counts] = (d + 2) * u * abs(scale) * (np.abs(q[counts]) @ np.abs(keys[j]))
+        if masks.softcap:
+            # The slope of c·tanh(x / c) is at most 1; the division, the tanh and the product round as well.
+            value[j, counts] = masks.softcap * np.tanh(value[j, counts] / masks.softcap)
+            error[j, counts] += 8 * u * np.abs(value[j, counts])
         error[j, counts] += (2 * u + RESULT) * np.abs(value[j, counts]) + TINY
     return Expected(value, error)
 
@@ -184,7 +208,7 @@ def states(s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens:
                 made.m[i, t, g], made.total[i, t, g], made.acc[i, t, g] = m, p.sum(), p @ v
                 made.m_error[i, t, g] = off.max() + (4 * u + ROUNDOFF[arithmetic.wire]) * abs(m)
                 ds = float((off + 2 * u * (m - logit)).max())
-                steps = (2 * split_tokens + 8 * partials + 16) * u
+                steps = (2 * split_tokens + 8 * partials + 18) * u
                 made.relative[i, t, g] = np.expm1(2 * min(ds, 300.0)) + steps + ROUNDOFF[arithmetic.wire] * (1 + abs(m))
                 made.weight[i, t, g] = p @ np.abs(v) + TINY * (1 + np.abs(v).sum(axis=0)) / u
     return made
@@ -226,7 +250,7 @@ def scores(
         head = int(rows.kv_head[j])
         q = queries[int(rows.sequence[j]), 0, head * group : (head + 1) * group]
         bounds = summaries[j] if summary == "minmax" else [summaries[j]]
-        products = np.max([q * bound for bound in bounds], axis=0)
+        products = np.max([q * bound for bound in bounds], axis=0)  # the minimum is below the maximum: Quest's bound
         each, size = products.sum(axis=1), np.abs(products).sum(axis=1)
         value[j] = each.max() if reduce == "max" else each.sum()
         error[j] = (d + 2) * u * size.max() if reduce == "max" else (d + group + 2) * u * size.sum()

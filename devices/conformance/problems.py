@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ class Shape:
     split_tokens: int = 32
     layout: str = "paged"
     spread: float = 1.0
+    masks: oracle.Masks = oracle.NO_MASKS
 
 
 SHAPES = (
@@ -41,6 +42,9 @@ SHAPES = (
     Shape("float32", group=7, head_dim=64, head_dim_v=96, num_kv_heads=1),
     Shape("float32", group=8, head_dim=256, head_dim_v=256, num_sequences=1, num_kv_heads=1, layout="dense"),
     Shape("float32", group=16, head_dim=128, head_dim_v=128, num_sequences=1, num_kv_heads=1, q_len=2),
+    Shape("float32", group=2, q_len=3, masks=oracle.Masks(window=40, sink_tokens=4)),
+    Shape("float32", group=5, layout="sparse", masks=oracle.Masks(window=7)),
+    Shape("float32", group=3, spread=4.0, masks=oracle.Masks(softcap=3.0)),
 )
 """Each dtype is tried with all of these."""
 
@@ -102,7 +106,7 @@ class Problem:
         s = self.shape
         return Attend(
             s.dtype, s.num_sequences, s.num_kv_heads, s.group, s.q_len, s.head_dim, s.head_dim_v, self.scale,
-            s.split_tokens, self.runs, self.q_positions, roots,
+            s.split_tokens, self.runs, self.q_positions, roots, *astuple(s.masks),
         )  # fmt: skip
 
     def expected_logits(self, arithmetic: Arithmetic) -> oracle.Expected:
@@ -115,6 +119,7 @@ class Problem:
             self.shape.group,
             self.scale,
             arithmetic,
+            self.shape.masks,
         )
 
     def expected_states(self, roots: Int64, arithmetic: Arithmetic) -> oracle.States:
@@ -152,12 +157,13 @@ def problem(shape: Shape, rng: np.random.Generator) -> Problem:
     num = sum(lengths)
     s = shape
     last = np.array([[max(s.tokens - 7 * q, 1) - s.q_len + t for t in range(s.q_len)] for q in range(s.num_sequences)])
-    scale = 3.5 / CODE_RANGE[s.dtype] if s.dtype in CODE_RANGE else 1.0  # of the keys; it is a part of the queries
-    queries = rng.normal(size=(s.num_sequences, s.q_len, s.num_kv_heads * s.group, s.head_dim)) * (s.spread * scale)
+    # Codes are used to a quarter of their range; the queries bring their products back to the size of numbers.
+    unit = CODE_RANGE[s.dtype] / 4 if s.dtype in CODE_RANGE else 1.0
+    queries = rng.normal(size=(s.num_sequences, s.q_len, s.num_kv_heads * s.group, s.head_dim)) * s.spread / unit
     return Problem(
         shape,
         queries.astype(np.float32),
-        oracle.encode((rng.normal(size=(num, s.head_dim)) / scale).astype(np.float32), s.dtype),
+        oracle.encode((rng.normal(size=(num, s.head_dim)) * unit).astype(np.float32), s.dtype),
         oracle.encode_values(rng.normal(size=(num, s.head_dim_v)).astype(np.float32), s.dtype),
         np.array(runs, dtype=np.int64).reshape(-1, 3),
         np.array(lengths, dtype=np.int64),

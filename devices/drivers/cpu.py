@@ -7,8 +7,9 @@ bits. Memories of other devices are reached (option `reaches`) as far as their r
 
 Real hardware has no virtual time: the driver refuses a virtual clock, and phantom regions.
 
-Options: `capacity` in bytes (half of what the system and its control groups leave), `queues` (4), `threads` (all cores
-that the process may use), `reaches` (names of memories).
+Options: `capacity` in bytes (half of what the system and its control groups leave), `queues` (4), `cores` (numbers of
+the cores to run on; all that the process may use), `threads` (as many as there are cores), `reaches` (names of
+memories). Workers are bound to the cores, so that a page which a command writes first lies on their node.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from tierloop.devices.errors import ConfigurationError, DeviceError, OutOfMemory
 from tierloop.devices.host_speed import host_speed
 from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo, Path
 from tierloop.devices.kernels import MICROKERNEL, contract, copy_bytes, run, warm_up
+from tierloop.devices.kernels.pool import bind
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
@@ -62,7 +64,14 @@ class Cpu:
     """The host as a device: DRAM and cores."""
 
     def __init__(
-        self, name: str, site: Site, capacity: int, queues: int, threads: int, reaches: tuple[str, ...] = ()
+        self,
+        name: str,
+        site: Site,
+        capacity: int,
+        queues: int,
+        threads: int,
+        reaches: tuple[str, ...] = (),
+        cores: frozenset[int] = frozenset(),
     ) -> None:
         memory = MemoryInfo(name, capacity)
         executor = ExecutorInfo(
@@ -78,6 +87,7 @@ class Cpu:
         self._name = name
         self._clock = site.clock
         self._threads = threads
+        self._cores = cores
         self._arena = Arena(name, memory, PAGE)
         self._costs = Costs({})
         self._lines: list[SimpleQueue[Completion | None]] = [SimpleQueue() for _ in range(queues)]
@@ -95,7 +105,8 @@ class Cpu:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         taken = self._arena.reserve(nbytes, memory)
         try:
-            mapping = mmap.mmap(-1, taken)
+            # Private: the system gives shared mappings no huge pages.
+            mapping = mmap.mmap(-1, taken, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes: {error}", error.errno) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -159,6 +170,8 @@ class Cpu:
         self._lines[queue].put(completion)
 
     def _serve(self, line: SimpleQueue[Completion | None]) -> None:
+        with suppress(OSError):  # the cores were taken away from the process since it was opened
+            bind(self._cores)
         while True:
             completion = line.get()
             if completion is None:
@@ -202,15 +215,30 @@ def _kind_and_size(command: Command, traffic: Traffic) -> tuple[str, int]:
 
 def open_cpu(name: str, site: Site, options: dict[str, Any]) -> Cpu:
     """The entry point `cpu`. Raises ConfigurationError for a virtual clock and for options that are wrong."""
-    refuse_unknown(name, options, ["capacity", "queues", "threads", "reaches", "folder"])
+    refuse_unknown(name, options, ["capacity", "queues", "cores", "threads", "reaches", "folder"])
     if site.clock.virtual:
         raise ConfigurationError(f"{name}: the cpu driver is real and cannot run on a virtual clock; use a wall clock")
     capacity = integer(name, options, "capacity", available_nbytes() // 2 // PAGE * PAGE, PAGE)
+    cores = _cores(name, options.get("cores"))
     return Cpu(
         name,
         site,
         capacity,
         integer(name, options, "queues", 4, 1),
-        integer(name, options, "threads", len(os.sched_getaffinity(0)), 1),
+        integer(name, options, "threads", len(cores), 1),
         names(name, options, "reaches"),
+        cores,
     )
+
+
+def _cores(name: str, wanted: Any) -> frozenset[int]:
+    """The cores to run on. Raises ConfigurationError for what is no list of cores that the process may use."""
+    usable = frozenset(os.sched_getaffinity(0))
+    if wanted is None:
+        return usable
+    if not isinstance(wanted, (list, tuple)) or not wanted or any(type(core) is not int for core in wanted):
+        raise ConfigurationError(f"{name}: option 'cores' is {wanted!r}; allowed: a list of core numbers, not empty")
+    missing = sorted(set(wanted) - usable)
+    if missing:
+        raise ConfigurationError(f"{name}: the process may not use core {missing[0]}; allowed: {sorted(usable)}")
+    return frozenset(wanted)

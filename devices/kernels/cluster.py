@@ -131,17 +131,17 @@ def _pack(normalised: NDArray[np.float32], moved: Int32, dim: int, packed: int, 
 @kernel(INT64, _NAMES, _NAMES, _PLACES)
 def _sort_rows(labels: Int32, moved: Int32, order: Int64) -> int:
     """Rows whose centroid moved (or that have none yet), then the others; returns how many of the first there are."""
-    low, high = 0, labels.shape[0]
+    full = 0
     for row in range(labels.shape[0]):
         if labels[row] < 0 or moved[labels[row]]:
-            order[low] = row
-            low += 1
-    high = low
+            order[full] = row
+            full += 1
+    place = full
     for row in range(labels.shape[0]):
         if labels[row] >= 0 and not moved[labels[row]]:
-            order[high] = row
-            high += 1
-    return low
+            order[place] = row
+            place += 1
+    return full
 
 
 @kernel(types.void, INT64, INT64, INT64, _PLACES, INT64, INT64, INT64, INT64, _NAMES, INT64, INT64, _NAMES, _ROW)

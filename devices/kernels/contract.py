@@ -246,7 +246,8 @@ class Cluster:
     rows, in their order; a last segment of less than half of that joins the one before. A segment of n rows has
     c = max(1, n // cluster_tokens) clusters; its centroids begin as rows floor(i · n / c), i < c. Each of `iterations`
     rounds assigns every row to the centroid with the largest q·c / |c| (dot product with the normalised centroid; the
-    lowest index wins a tie; NaN never wins), then makes each centroid the mean of its rows; one without rows stays.
+    lowest index wins a tie; NaN never wins, and a row that nothing wins goes to the segment's first centroid), then
+    makes each centroid the mean of its rows; one without rows stays.
     A last assignment follows. writes = (centroids, labels): centroids float32 (clusters, head_dim) in the order of
     segments, the means of the rows that the last assignment gives them, zeros for one without rows; labels int64
     (rows,), the centroid of each row, counted over the whole launch.
@@ -327,9 +328,11 @@ def flops(args: KernelArgs, read_nbytes: list[int]) -> int:
         rows = read_nbytes[1] // value_nbytes(args.dtype, args.head_dim_v)
         return 2 * rows * args.group * args.q_len * args.head_dim_v
     if isinstance(args, Cluster):
-        # Every round, and the last assignment, meets rows with the centroids of their segment.
+        # Every round, and the last assignment, meets rows with the centroids of their segment; heads count as equal.
         rows = read_nbytes[0] // (args.head_dim * ITEMSIZE[args.dtype])
-        per_segment = max(1, min(args.segment_tokens, rows) // args.cluster_tokens)
+        heads = args.runs[:, :2]
+        num_heads = 1 + int((heads[1:] != heads[:-1]).any(axis=1).sum())
+        per_segment = max(1, min(args.segment_tokens, rows // num_heads) // args.cluster_tokens)
         return 2 * rows * per_segment * args.head_dim * (args.iterations + 1)
     if isinstance(args, Merge):
         return read_nbytes[0] // 4

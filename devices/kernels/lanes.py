@@ -194,7 +194,7 @@ def prefetch(builder: Any, address: Any) -> None:
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
     ask = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-    builder.call(ask, [builder.inttoptr(address, byte), *(ir.Constant(INT32, x) for x in (0, 2, 1))])
+    builder.call(ask, [builder.inttoptr(address, byte), *(ir.Constant(INT32, x) for x in (0, 3, 1))])
 
 
 @inline(types.void, types.int64, types.int64, types.int64, types.int64)

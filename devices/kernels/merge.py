@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
-from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, address_of, kernel, move_bytes, store_float
+from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, address_of, kernel, store_float
 from tierloop.devices.kernels.contract import Merge
 from tierloop.devices.kernels.entries import ENTRIES, MERGE
-from tierloop.devices.kernels.merging import fold, put_output
+from tierloop.devices.kernels.merging import fold, fold_nbytes, put_output
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import check_sizes
 
@@ -61,11 +61,7 @@ def _merge_all(
         last = first + 1
         while last < order.shape[0] and roots[order[last], 0] == sequence and roots[order[last], 1] == kv_head:
             last += 1
-        if last - first > 1:
-            for i in range(first, last):
-                move_bytes(scratch + i * nbytes, places[i], nbytes)
-                places[i] = scratch + i * nbytes
-        merged = fold(merge_rows, places, splits, first, last, rows, dim)
+        merged = fold(merge_rows, places, splits, first, last, rows, dim, scratch)
         for q in range(q_len):
             row = ((sequence * q_len + q) * num_kv_heads + kv_head) * group
             sink = sinks + 4 * kv_head * group if sinks else 0
@@ -85,7 +81,7 @@ def merge(
     operands = Operands(bytes_of)
     states, output = operands.source(reads[0]), operands.target(writes[0])
     sinks = operands.source(reads[1]) if args.has_sinks else 0
-    scratch = np.empty(len(roots) * args.q_len * args.group * (args.head_dim_v + 2) * 4, dtype=np.uint8)
+    scratch = np.empty(fold_nbytes(args.q_len * args.group, args.head_dim_v), dtype=np.uint8)
     order = np.arange(len(roots))
     for last_try in (False, True):
         fault, root = _merge_all(

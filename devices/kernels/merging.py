@@ -26,6 +26,7 @@ from tierloop.devices.kernels.compiled import (
     kernel,
     load,
     load_float,
+    move_bytes,
     store,
     store_float,
 )
@@ -78,28 +79,28 @@ def _merge_rows(builder: Any, first: Any, second: Any, rows: Any, dim: Any) -> N
         offset = builder.mul(row, nbytes)
         a, b = builder.add(first, offset), builder.add(second, offset)
         m_a, m_b = load(builder, a, FLOAT), load(builder, b, FLOAT)
-        with builder.if_then(builder.fcmp_unordered("!=", m_b, nothing)):
-            with builder.if_else(builder.fcmp_ordered("==", m_a, nothing)) as (empty, full):
-                with empty:
-                    _each(builder, n, a, lambda x, at_b: at_b, b)
-                with full:
-                    m = maximum(builder, m_a, m_b)
-                    pair = shuffle(
-                        builder,
-                        spread(builder, builder.fsub(m_a, m), 4),
-                        spread(builder, builder.fsub(m_b, m), 4),
-                        [0, 4, 0, 4],
-                    )
-                    scales = exponential(builder, pair)
-                    one, other = (builder.extract_element(scales, ir.Constant(INT32, i)) for i in (0, 1))
+        both = builder.fcmp_unordered("!=", m_b, nothing)
+        with builder.if_then(both), builder.if_else(builder.fcmp_ordered("==", m_a, nothing)) as (empty, full):
+            with empty:
+                _each(builder, n, a, lambda x, at_b: at_b, b)
+            with full:
+                m = maximum(builder, m_a, m_b)
+                pair = shuffle(
+                    builder,
+                    spread(builder, builder.fsub(m_a, m), 4),
+                    spread(builder, builder.fsub(m_b, m), 4),
+                    [0, 4, 0, 4],
+                )
+                scales = exponential(builder, pair)
+                one, other = (builder.extract_element(scales, ir.Constant(INT32, i)) for i in (0, 1))
 
-                    def merged(x: Any, y: Any) -> Any:
-                        wide = isinstance(x.type, ir.VectorType)
-                        s, t = (spread(builder, z) if wide else z for z in (one, other))
-                        return builder.fadd(builder.fmul(x, s), builder.fmul(y, t))
+                def merged(x: Any, y: Any) -> Any:
+                    wide = isinstance(x.type, ir.VectorType)
+                    s, t = (spread(builder, z) if wide else z for z in (one, other))
+                    return builder.fadd(builder.fmul(x, s), builder.fmul(y, t))
 
-                    _each(builder, n, a, merged, b)
-                    store(builder, m, a)
+                _each(builder, n, a, merged, b)
+                store(builder, m, a)
 
 
 def _each(builder: Any, n: Any, target: Any, combine: Callable[[Any, Any], Any], other: Any) -> None:
@@ -127,7 +128,27 @@ def merge_address() -> int:
     return _merge
 
 
-@kernel(WORD, WORD, INTS, INTS, WORD, WORD, WORD, WORD)
+@kernel(types.void, WORD, types.Array(types.int64, 1, "C"), WORD, WORD, WORD, WORD, WORD)
+def _merge_top(
+    merge: int, stack: NDArray[np.int64], depth: int, rows: int, dim: int, scratch: int, nbytes: int
+) -> None:
+    """Merge entry `depth` of the stack into the one below, which is first copied to its place in scratch."""
+    below = stack[depth - 1]
+    if scratch:
+        place = scratch + (depth - 1) * nbytes
+        if below != place:
+            move_bytes(place, below, nbytes)
+            stack[depth - 1] = below = place
+    call_merge(merge, below, stack[depth], rows, dim)
+
+
+@kernel(WORD, WORD, WORD)
+def fold_nbytes(rows: int, dim: int) -> int:
+    """Bytes of scratch that `fold` needs for states of `rows` rows."""
+    return (MAX_LEVELS + 2) * rows * (dim + 2) * 4
+
+
+@kernel(WORD, WORD, INTS, INTS, WORD, WORD, WORD, WORD, WORD)
 def fold(
     merge: int,
     addresses: NDArray[np.int64],
@@ -136,11 +157,14 @@ def fold(
     last: int,
     rows: int,
     dim: int,
+    scratch: int,
 ) -> int:
-    """Merge the states of nodes first … last, in place; returns the address of the result.
+    """Merge the states of nodes first … last; returns the address of the result.
 
-    `splits` are the first splits of the nodes, ascending; first < last.
+    `splits` are the first splits of the nodes, ascending; first < last. The states stay as they are: what is merged is
+    at `scratch`, which has room for `fold_nbytes`. With scratch 0 they are merged in place.
     """
+    nbytes = rows * (dim + 2) * 4
     stack = np.empty(MAX_LEVELS + 2, np.int64)
     levels = np.empty(MAX_LEVELS + 2, np.int64)
     depth = 0
@@ -149,13 +173,13 @@ def fold(
         if depth:
             level = meeting_level(splits[node - 1], splits[node])
             while depth > 1 and levels[depth - 1] < level:
-                call_merge(merge, stack[depth - 2], stack[depth - 1], rows, dim)
                 depth -= 1
+                _merge_top(merge, stack, depth, rows, dim, scratch, nbytes)
         stack[depth], levels[depth] = addresses[node], level
         depth += 1
     while depth > 1:
-        call_merge(merge, stack[depth - 2], stack[depth - 1], rows, dim)
         depth -= 1
+        _merge_top(merge, stack, depth, rows, dim, scratch, nbytes)
     result: int = stack[0]
     return result
 

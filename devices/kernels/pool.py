@@ -1,7 +1,10 @@
 """Threads for one launch: the caller works too, and others help if they come in time.
 
 `share` returns when every thread that began has ended; helpers that did not begin by the time the caller is through
-are not waited for, so launches from several threads at once cannot block each other.
+are not waited for, so launches from several threads at once cannot block each other. Where several devices compute at
+once, no more threads work in all than the process has cores: who comes later gets fewer helpers, or none.
+
+Helpers run on the cores that the caller may use, so that a thread which is bound to a socket keeps its work there.
 """
 
 from __future__ import annotations
@@ -9,14 +12,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 
 class _Job:
-    """One piece of shared work: who has begun, who has ended, and what went wrong."""
+    """One piece of shared work: who has begun, who has ended, and what went wrong; `cores` are those of its caller."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self.work = work
+        self.cores = cores_of_this_thread()
         self.errors: list[BaseException] = []
         self._state = threading.Condition()
         self._running = 0
@@ -48,44 +53,81 @@ class _Job:
 _jobs: SimpleQueue[_Job] = SimpleQueue()
 _workers: list[threading.Thread] = []
 _growing = threading.Lock()
+_working = 0
+"""Threads that callers have been given, themselves included; changed under `_growing`."""
 
 
 def _forget() -> None:
     """Threads do not survive a fork."""
-    global _jobs, _growing
-    _jobs, _growing = SimpleQueue(), threading.Lock()
+    global _jobs, _growing, _working
+    _jobs, _growing, _working = SimpleQueue(), threading.Lock(), 0
     _workers.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
+def cores_of_this_thread() -> frozenset[int]:
+    """The cores that the system may run this thread on; empty where it does not say."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def bind(cores: frozenset[int]) -> None:
+    """Let the system run this thread on these cores only; an empty set leaves it alone.
+
+    Raises OSError for cores that do not exist or that the process may not use.
+    """
+    if cores and cores != cores_of_this_thread():
+        os.sched_setaffinity(0, cores)
+
+
 def _serve(jobs: SimpleQueue[_Job]) -> None:
     while True:
-        jobs.get().help()
+        job = jobs.get()
+        with suppress(OSError):  # the cores were taken away from the process meanwhile: then it works where it is
+            bind(job.cores)
+        job.help()
 
 
-def share(threads: int, work: Callable[[], object]) -> None:
-    """Call `work` on up to `threads` threads at once, the caller's among them; raises the first error of any."""
-    if threads <= 1:
-        work()
-        return
+def _grant(threads: int) -> int:
+    """Take part of the machine's cores for one caller: how many of `threads` it gets, at least itself."""
+    global _working
     with _growing:
-        while len(_workers) < threads - 1:
+        granted = max(1, min(threads, _CORES - _working))
+        _working += granted
+        while len(_workers) < granted - 1:
             worker = threading.Thread(
                 target=_serve, args=(_jobs,), name=f"tierloop-kernel-{len(_workers)}", daemon=True
             )
             worker.start()
             _workers.append(worker)
-    job = _Job(work)
-    for _ in range(threads - 1):
-        _jobs.put(job)
+    return granted
+
+
+def _give_back(granted: int) -> None:
+    global _working
+    with _growing:
+        _working -= granted
+
+
+def share(threads: int, work: Callable[[], object]) -> None:
+    """Call `work` on up to `threads` threads at once, the caller's among them; raises the first error of any."""
+    granted = _grant(threads)
     try:
-        work()
+        if granted == 1:
+            work()
+            return
+        job = _Job(work)
+        for _ in range(granted - 1):
+            _jobs.put(job)
+        try:
+            work()
+        finally:
+            job.end()
+        if job.errors:
+            raise job.errors[0]
     finally:
-        job.end()
-    if job.errors:
-        raise job.errors[0]
+        _give_back(granted)
 
 
 _LITTLE = 1 << 18
@@ -94,3 +136,7 @@ _LITTLE = 1 << 18
 def worthwhile(threads: int, nbytes: int) -> int:
     """`threads`, or 1 for so few bytes that waking another thread (about 20 µs) costs more than it gains."""
     return threads if nbytes >= _LITTLE else 1
+
+
+_CORES = len(cores_of_this_thread()) or os.cpu_count() or 1
+"""Cores of the process."""

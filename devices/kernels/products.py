@@ -65,18 +65,17 @@ def _rows_at_a_time() -> int:
 
 
 class Asked:
-    """Lines of `count` rows, asked for in order while a loop of `steps` rounds does something else.
+    """Rows of a table, asked for in order while a loop does something else.
 
     In order, because then the processor's own prefetcher runs ahead of it; evenly, because a burst would fill the
-    buffers that loads wait in as well. Place x of 65,536 · count is byte (x mod 65,536) / 65,536 of row x / 65,536.
+    buffers that loads wait in as well. Place x is byte (x mod 65,536) / 65,536 of row x / 65,536; each step moves on by
+    `pace` places.
     """
 
-    def __init__(self, builder: Any, table: Any, count: Any, steps: Any, nbytes: Any, first: Any = None) -> None:
-        self._builder, self._table, self._nbytes = builder, table, nbytes
+    def __init__(self, builder: Any, table: Any, pace: Any, nbytes: Any) -> None:
+        self._builder, self._table, self._nbytes, self._pace = builder, table, nbytes, pace
         self._place = alloca_once(builder, INT64)
-        count = int64(count) if isinstance(count, int) else count
-        self._pace = builder.udiv(builder.shl(count, int64(16)), steps)
-        builder.store(int64(0) if first is None else first, self._place)
+        builder.store(int64(0), self._place)
 
     def step(self, lines: int) -> None:
         """Ask for the next `lines` lines."""
@@ -110,7 +109,7 @@ def _dots(
     ahead_nbytes: Any,
 ) -> None:
     lanes = LANES // width
-    chunks = builder.lshr(dim, int64(4))
+    pace = builder.udiv(int64(1 << 16), builder.lshr(dim, int64(4)))
     kind = ir.VectorType(FLOAT, LANES)
     each_lane = [i % lanes for i in range(LANES)]
 
@@ -134,14 +133,15 @@ def _dots(
         pairs = list(zip(keys, sums, strict=True))
         if width < TILE:
             # Row after row, as memory likes it; the processor works on several of them by itself.
-            asked = Asked(builder, at(builder, ahead, first, 8), count, builder.mul(chunks, int64(count)), ahead_nbytes)
-            for pair in pairs:
+            for number, pair in enumerate(pairs):
+                other = load(builder, at(builder, ahead, builder.add(first, int64(number)), 8), INT64)
+                with counting(builder, int64(0), ahead_nbytes, LINE) as line:
+                    prefetch(builder, builder.add(other, line))
                 with counting(builder, int64(0), dim, LANES) as chunk:
-                    asked.step(max(1, lines // 4))
                     add(chunk, [pair])
         else:
             # All rows together, so that a query is loaded once for all of them.
-            asked = Asked(builder, at(builder, ahead, first, 8), count, chunks, ahead_nbytes)
+            asked = Asked(builder, at(builder, ahead, first, 8), builder.mul(pace, int64(count)), ahead_nbytes)
             with counting(builder, int64(0), dim, LANES) as chunk:
                 asked.step(max(1, lines * count // 4))
                 add(chunk, pairs)

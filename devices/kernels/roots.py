@@ -70,6 +70,6 @@ def _merge_partials(merge: int, pieces: NDArray[np.int64], partials: int, states
         while last < pieces.shape[0] and pieces[last, ROOT] == pieces[first, ROOT]:
             last += 1
         if pieces[first, SLOT] < 0:
-            result = fold(merge, addresses, splits, first, last, rows, dim)
+            result = fold(merge, addresses, splits, first, last, rows, dim, 0)
             move_bytes(states + pieces[first, ROOT] * nbytes, result, nbytes)
         first = last

@@ -122,17 +122,12 @@ def _weigh(
         total = alloca_once(builder, sum_kind)
         if is_first:
             builder.store(floats(0.0, width), total)
-        if vectors:
-            steps = builder.mul(n, passes)
-            turn = builder.udiv(first, int64(_VECTORS[count] * LANES))
-            begun = builder.udiv(builder.mul(turn, builder.shl(num_later, int64(16))), passes)
-            asked = Asked(builder, later, num_later, steps, later_nbytes, begun)
         with counting(builder, int64(0), n) as j:
             row = load(builder, at(builder, rows, j, 8), INT64)
             if is_first:
                 p = load(builder, at(builder, sums, j, 4 * width), sum_kind)
                 builder.store(builder.fadd(builder.load(total), p), total)
-            if vectors:
+            if vectors == _VECTORS[count]:
                 asked.step(max(1, vectors * ITEM[dtype] // 4))
             weight = at(builder, weights, j, 4 * width)
             factors = [load(builder, builder.add(weight, int64(4 * g)), FLOAT) for g in range(count)]
@@ -150,7 +145,10 @@ def _weigh(
                 store(builder, one, builder.add(accs[g], int64(-4)))
 
     vectors = _VECTORS[count]
+    # One round for each row and block of columns, of which the last may be narrow.
     passes = builder.udiv(builder.add(dim, int64(vectors * LANES - 1)), int64(vectors * LANES))
+    pace = builder.udiv(builder.shl(num_later, int64(16)), builder.mul(n, passes))
+    asked = Asked(builder, later, pace, later_nbytes)
     wide, narrow = whole(builder, dim, vectors * LANES), whole(builder, dim, LANES)
     # l goes along with the first columns, where its chain of additions costs nothing.
     with builder.if_else(builder.icmp_signed(">", wide, int64(0))) as (some, none):

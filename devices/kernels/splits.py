@@ -5,8 +5,7 @@ weighted values per tile of queries, then the merge into the stack of the tree. 
 are divided into runs, on threads, or on which roots were asked for.
 
 Memory is kept busy meanwhile: while the keys of a split are multiplied its values are asked for, and while its values
-are weighed the keys of the next one. Measured with 2 threads, float32, group 1: 0.60 of the read bandwidth without,
-0.87 with both.
+are weighed the keys of the next one; where splits hold few rows, those some way ahead.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from tierloop.devices.kernels.compiled import (
     INT64,
     INTS,
     TABLE,
+    TRIPLE,
     kernel,
     load_float,
     load_int,
@@ -53,6 +53,8 @@ from tierloop.devices.kernels.tiles import (
 
 Int64 = NDArray[np.int64]
 
+_ROWS_AHEAD = 32
+"""How far ahead rows are asked for, at least; memory answers before 32 of them are worked on."""
 FIRST, END, HOLE, HOLE_END = range(4)
 """Columns of what a tile sees of a split: rows FIRST … END without HOLE … HOLE_END."""
 _NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
@@ -67,17 +69,16 @@ def run_of(first_row: Int64, run: int, row: int) -> int:
 
 
 @kernel(
-    INT64,
-    *(TABLE, INTS, INT64, INT64, INT64, INT64),
-    *(INT64, TABLE, INT64, INT64, TABLE, INT64, INT64, INT64, INT64),
+    TRIPLE,
+    *(TABLE, INTS, INT64, INT64, INT64),
+    *(INT64, TABLE, INT64, INT64, TABLE, INT64, INT64, INT64, INT64, INT64),
 )
-def _find_rows(
+def _fill_tables(
     runs: Int64,
     first_row: Int64,
     run: int,
     row: int,
     high: int,
-    split_tokens: int,
     key_base: int,
     key_spans: Int64,
     key_nbytes: int,
@@ -87,32 +88,31 @@ def _find_rows(
     keys: int,
     values: int,
     positions: int,
-) -> int:
-    """Addresses and positions of the rows from `row` on, below `high`, that lie in one split; returns their number.
+    room: int,
+) -> tuple[int, int, int]:
+    """Addresses and positions of up to `room` rows from `row` on, below `high`, to int64 tables at three addresses.
 
-    They go to the int64 tables at the addresses `keys`, `values` and `positions`.
+    Returns the run and row to go on with, and how many rows there are.
     """
-    end = (runs[run, 2] + row - first_row[run]) // split_tokens * split_tokens + split_tokens
     n = 0
-    while row < high:
+    while row < high and n < room:
+        run = run_of(first_row, run, row)
         skipped = row - first_row[run]
+        count = min(min(first_row[run + 1], high) - row, room - n)
+        key = key_base + key_spans[run, 0] + skipped * key_nbytes
+        value = value_base + value_spans[run, 0] + skipped * value_nbytes
         position = runs[run, 2] + skipped
-        count = min(first_row[run + 1], high) - row
-        if count > 0:
-            count = min(count, end - position)
-            if count <= 0:
-                break
-            key = key_base + key_spans[run, 0] + skipped * key_nbytes
-            value = value_base + value_spans[run, 0] + skipped * value_nbytes
+        if count == 1:
+            store_int(keys + 8 * n, key)
+            store_int(values + 8 * n, value)
+            store_int(positions + 8 * n, position)
+        else:
             fill_table(keys + 8 * n, key, key_nbytes, count)
             fill_table(values + 8 * n, value, value_nbytes, count)
             fill_table(positions + 8 * n, position, 1, count)
-            n += count
-            row += count
-        if row < first_row[run + 1]:
-            break
-        run += 1
-    return n
+        n += count
+        row += count
+    return run, row, n
 
 
 @kernel(INT64, INT64, INT64, INT64)
@@ -277,8 +277,10 @@ def work_on_pieces(
     logit_rows = np.empty((block + 1, width), np.float32)
     packed = np.empty((block, TILE * padded(head_dim)), np.float32)
     wide, wide_rows = np.empty(wide_nbytes(head_dim), np.uint8), np.empty(NEAR, np.int64)
-    # One table for the split at hand and one for the next, whose keys are asked for meanwhile.
-    tables = np.empty((3, 2, most_rows), np.int64)
+    # Tables of rows: a whole split and those that are asked for ahead, twice, so that they are moved up rarely.
+    look = most_rows + _ROWS_AHEAD
+    room = 2 * (most_rows + look)
+    tables = np.zeros((3, room + look), np.int64)
     all_seen = np.empty((block, 4), np.int64)
     tops = np.empty(TILE, np.float32)
     levels = np.empty(66, np.int64)
@@ -310,10 +312,9 @@ def work_on_pieces(
         # Addresses are taken in here: an array lives as long as something later names it.
         bottom, logits, seen = stack.ctypes.data, logit_rows.ctypes.data, all_seen.ctypes.data
         scaled, top = logits + block * logit_stride, tops.ctypes.data
-        keys = tables.ctypes.data
-        wide_base, wide_table, packed_base = wide.ctypes.data, wide_rows.ctypes.data, packed.ctypes.data
-        table = 8 * most_rows
-        values, positions = keys + 2 * table, keys + 4 * table
+        keys, wide_base, wide_table = tables.ctypes.data, wide.ctypes.data, wide_rows.ctypes.data
+        values, packed_base = keys + 8 * (room + look), packed.ctypes.data
+        positions = values + 8 * (room + look)
         for tile in range(0, all_tiles, block):
             num_tiles = min(block, all_tiles - tile)
             q = first_of(tile, group)
@@ -323,22 +324,31 @@ def work_on_pieces(
                 pack_queries(
                     queries, sequence, kv_head, tile, num_tiles, num_kv_heads, group, q_len, head_dim, 0, packed
                 )
-            depth, previous, run, row, now = 0, 0, first_run, low, 0
-            n = _find_rows(
-                runs, first_row, run, row, high, split_tokens, key_base, key_spans, key_nbytes, value_base, value_spans,
-                value_nbytes, keys, values, positions,
-            )  # fmt: skip
-            while n:
-                keys_now, values_now, positions_now = keys + now * table, values + now * table, positions + now * table
-                keys_later, values_later = keys + table - now * table, values + table - now * table
-                split = load_int(positions_now) // split_tokens
-                later, num_later = 1 - now, 0
-                if row + n < high:
-                    run = run_of(first_row, run, row + n)
-                    num_later = _find_rows(
-                        runs, first_row, run, row + n, high, split_tokens, key_base, key_spans, key_nbytes, value_base,
-                        value_spans, value_nbytes, keys_later, values_later, positions + table - now * table,
+            depth, previous, run, row = 0, 0, first_run, low
+            i, filled, here = 0, 0, low
+            while True:
+                if filled - i < most_rows + look and row < high:
+                    filled -= i
+                    move_bytes(keys, keys + 8 * i, 8 * filled)
+                    move_bytes(values, values + 8 * i, 8 * filled)
+                    move_bytes(positions, positions + 8 * i, 8 * filled)
+                    i = 0
+                    run, row, n = _fill_tables(
+                        runs, first_row, run, row, high, key_base, key_spans, key_nbytes, value_base, value_spans,
+                        value_nbytes, keys + 8 * filled, values + 8 * filled, positions + 8 * filled, room - filled,
                     )  # fmt: skip
+                    filled += n
+                if i == filled:
+                    break
+                keys_now, values_now, positions_now = keys + 8 * i, values + 8 * i, positions + 8 * i
+                split = load_int(positions_now) // split_tokens
+                n = min(filled - i, most_rows)
+                if load_int(positions_now + 8 * (n - 1)) >= (split + 1) * split_tokens:
+                    n = _places_up_to(positions_now, n, (split + 1) * split_tokens - 1)
+                # Rows that are asked for: the values of this split and the keys of the next, or further ahead.
+                skip = max(_ROWS_AHEAD - n, 0)
+                num_later = min(n, max(filled - i - n - skip, 0))
+                keys_later, values_later = keys_now + 8 * (n + skip), values_now + 8 * (n + skip)
                 first, end = 0, n
                 if given_logits == 0:
                     first, end = n, 0
@@ -358,14 +368,14 @@ def work_on_pieces(
                     if given_logits == 0:
                         dots_of_tiles(
                             entries, dtype, group, tile, num_tiles, keys_now + 8 * first, end - first,
-                            packed_base, head_dim, logits, logit_stride, first, scale, values_now + 8 * first,
+                            packed_base, head_dim, logits, logit_stride, first, scale, values_now + 8 * (first + skip),
                             value_nbytes, wide_base, wide_table,
                         )  # fmt: skip
                     else:
                         for t in range(num_tiles):
                             size, query = size_of(tile + t, group), first_of(tile + t, group)
                             _copy_logits(
-                                given_logits + 4 * (row * all_queries + query), 4 * all_queries, n, size,
+                                given_logits + 4 * (here * all_queries + query), 4 * all_queries, n, size,
                                 logits + t * logit_stride,
                             )  # fmt: skip
                     level = 0
@@ -385,7 +395,7 @@ def work_on_pieces(
                             value_nbytes,
                         )  # fmt: skip
                     depth, previous = depth + 1, split
-                row, n, now = row + n, num_later, later
+                i, here = i + n, here + n
             while depth > 1:
                 depth -= 1
                 call_merge(entries[MERGE], bottom + (depth - 1) * slot, bottom + depth * slot, num_queries, head_dim_v)

@@ -12,7 +12,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.kernels.compiled import FLOAT as REAL
-from tierloop.devices.kernels.compiled import INT64, INTS, kernel, load_float
+from tierloop.devices.kernels.compiled import INT64, INTS, kernel, load_float, move_bytes, store_float
 from tierloop.devices.kernels.entries import DOTS, WIDEN
 from tierloop.devices.kernels.lanes import FLOAT32, LANES, fill_table
 from tierloop.devices.kernels.products import TILE, WIDTH_OF, call_dots, call_widen
@@ -82,14 +82,15 @@ def pack_queries(
         for g in range(size):
             query, member = (row + g) // group, (row + g) % group
             source = queries + (((sequence * q_len + query) * num_kv_heads + kv_head) * group + member) * 4 * head_dim
-            for i in range(head_dim):
-                x = load_float(source + 4 * i)
-                if is_minmax:
-                    packed[t, i // lanes * LANES + g * lanes + i % lanes] = min(x, np.float32(0))
-                    j = i + head_dim
-                    packed[t, j // lanes * LANES + g * lanes + j % lanes] = max(x, np.float32(0))
-                else:
-                    packed[t, i // lanes * LANES + g * lanes + i % lanes] = x
+            target = packed.ctypes.data + t * 4 * packed.shape[1] + g * lanes * 4
+            if is_minmax:
+                for i in range(head_dim):
+                    x, k = load_float(source + 4 * i), i + head_dim
+                    store_float(target + 4 * (i // lanes * LANES + i % lanes), min(x, np.float32(0)))
+                    store_float(target + 4 * (k // lanes * LANES + k % lanes), max(x, np.float32(0)))
+            else:
+                for i in range(0, head_dim, lanes):
+                    move_bytes(target + 4 * width * i, source + 4 * i, 4 * min(lanes, head_dim - i))
 
 
 @kernel(types.void, INTS, *(INT64,) * 11, REAL, *(INT64,) * 4)

@@ -24,7 +24,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Score, Topk
 from tierloop.devices.regions import Region
-from tierloop.runtime.clusters import ClusterIndex, Clustering
+from tierloop.runtime.clusters import ClusterIndex, Clustering, check_clusters
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import ChosenRows
 from tierloop.runtime.policies.split_all import SplitAll
@@ -69,6 +69,8 @@ class ClusterTopk(SplitAll):
                 f"cluster-topk: segment_tokens is {segment_tokens}; "
                 f"it must be at least cluster_tokens, which is {cluster_tokens}"
             )
+        if budget < 1:
+            check_clusters(engine)
         self.budget = budget
         self.dense_layers = int(dense_layers)
         self._how = Clustering(

@@ -6,7 +6,9 @@ cases, and the loops that compute are measured at the start and at the end of th
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,13 +36,18 @@ COLUMNS = ("kernel", "dtype", "group", "head_dim", "tokens", "gb_s", "roofline_f
            "ratio_torch_sdpa_gqa", "ratio_torch_sdpa_reshaped", "max_error_over_bound")  # fmt: skip
 """What every case of the JSON has, null where it has no meaning."""
 _FEWEST_TRIES, _MOST_TRIES = 3, 50
+_SPINNING_S = 0.3
+"""How long threads of other libraries may go on looking for work after they had some."""
 _SLOW = 10
 """A case that took this many times its seconds gets no more tries than the fewest."""
 
 
 @dataclass
 class Timed:
-    """One case that was timed. `nbytes` 0: bytes say nothing about it; `work` None: nothing limits it but itself."""
+    """One case that was timed. `nbytes` 0: bytes say nothing about it; `work` None: nothing limits it but itself.
+
+    `error` is infinite until the case has been checked.
+    """
 
     named: dict[str, Any]
     time_s: float
@@ -48,7 +55,7 @@ class Timed:
     nbytes: int
     work: Work | None
     rows: int
-    error: float
+    error: float = math.inf
     found: dict[str, float] = field(default_factory=dict)
 
     def row(self, limits: Limits) -> dict[str, Any]:
@@ -168,15 +175,24 @@ class _Bench:
     timed: list[Timed] = field(default_factory=list)
 
     def time_all(self, stage: str, cases: Iterable[Case], progress: Progress) -> None:
-        """Time cases one after the other."""
+        """Time cases one after the other; only then check them and time what they are compared with.
+
+        Threads of torch and NumPy spin for a while after their work, on the cores that the kernels need.
+        """
         waiting = list(cases)
+        time.sleep(_SPINNING_S)
+        timed = []
         for done, case in enumerate(waiting):
-            progress(stage, done, len(waiting))
-            self.timed.append(self._time(case))
-        progress(stage, len(waiting), len(waiting))
+            progress(stage, done, 2 * len(waiting))
+            timed.append(self._time(case))
+        for done, (case, one) in enumerate(zip(waiting, timed, strict=True)):
+            progress(stage, len(waiting) + done, 2 * len(waiting))
+            one.error = case.check(self.run)
+            one.found |= self._compare(case, one)
+        self.timed += timed
+        progress(stage, 2 * len(waiting), 2 * len(waiting))
 
     def _time(self, case: Case) -> Timed:
-        error = case.check(self.run)
         for launch in case.launches:
             self.run(launch)
         times: list[float] = []
@@ -187,9 +203,7 @@ class _Bench:
         near = (before + self.machine.sample_read(1)) / 2
         named = {name: getattr(case, name) for name in ("kernel", "dtype", "group", "head_dim", "tokens")}
         time_s = statistics.median(times)
-        timed = Timed(named, time_s, len(times), case.nbytes, case.work, case.rows, error)
-        timed.found = self._compare(case, timed) | {"read_gb_s_near": near / 1e9}
-        return timed
+        return Timed(named, time_s, len(times), case.nbytes, case.work, case.rows, found={"read_gb_s_near": near / 1e9})
 
     def _again(self, times: list[float]) -> bool:
         """Whether there is to be another try: `tries`, fewer of a slow case, more of a fast one."""

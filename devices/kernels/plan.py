@@ -213,7 +213,7 @@ class Rows:
         if roots.ndim != 2 or roots.shape[1] != 4:
             raise ValueError(f"roots need shape (r, 4), got {roots.shape}")
         roots = np.ascontiguousarray(roots, dtype=np.int64)
-        most_rows = _FAR if threads == 1 else max(1, self.total // (_PIECES_PER_THREAD * threads))
+        most_rows = _FAR if threads == 1 else max(_FEWEST_ROWS, self.total // (_PIECES_PER_THREAD * threads))
         pieces = np.empty((len(roots) + (0 if threads == 1 else 64 * threads), 7), dtype=np.int64)
         order = np.arange(len(roots))
         for _ in range(2):
@@ -249,5 +249,7 @@ def positions_of(args: Attend | Logits) -> Int64:
     return np.ascontiguousarray(args.q_positions, dtype=np.int64)
 
 
-_PIECES_PER_THREAD = 4
+_PIECES_PER_THREAD = 16
 """Enough that a thread which gets the processor late leaves little to wait for."""
+_FEWEST_ROWS = 512
+"""Fewer rows are not worth a piece of their own."""

@@ -11,7 +11,7 @@ halving, lane j and lane j + L / 2, then L / 4, … A last partial vector is fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,10 +165,15 @@ def whole(builder: Any, n: Any, step: int) -> Any:
 
 
 def sum_groups(builder: Any, vectors: list[Any], lanes: int) -> Any:
-    """The sums over each group of `lanes` neighbouring lanes of each vector, by halving, as one vector.
+    """The sums over each group of `lanes` neighbouring lanes of each vector, as one vector; see `halve_groups`."""
+    return halve_groups(vectors, lanes, builder, builder.fadd)
 
-    The number of vectors is a power of two, at most `lanes`; sums come in the order of vectors, then groups. Two
-    vectors share one addition; the order within each sum stays the same.
+
+def halve_groups(vectors: list[Any], lanes: int, builder: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine each group of `lanes` neighbouring lanes of each vector, by halving, to one lane of one vector.
+
+    The number of vectors is a power of two, at most `lanes`; results come in the order of vectors, then groups. Two
+    vectors share one operation; the order within each result stays the same.
     """
     while lanes > 1:
         half = lanes // 2
@@ -179,7 +184,7 @@ def sum_groups(builder: Any, vectors: list[Any], lanes: int) -> Any:
             low = [i * lanes + j for i in range(held) for j in range(half)]
             other = a if b is None else b
             lows, highs = shuffle(builder, a, other, low), shuffle(builder, a, other, [i + half for i in low])
-            halved.append(builder.fadd(lows, highs))
+            halved.append(combine(lows, highs))
         vectors, lanes = halved, half
     assert len(vectors) == 1, "the number of vectors is a power of two, at most their lanes"
     return vectors[0]

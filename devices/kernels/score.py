@@ -1,25 +1,53 @@
 """score: queries × block summaries → one score per block (contract.py).
 
-A mean summary is a key like any other: its score has the bits of an unscaled logit. The group is reduced in ascending
-order of its query heads.
+A mean summary is a key like any other: its score has the bits of an unscaled logit. Within a tile of queries the group
+is reduced by halving, then tile after tile.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
-from tierloop.devices.kernels.compiled import INT64, INTS, TABLE, address_of, kernel, move_bytes, take_next
+from tierloop.devices.kernels.compiled import (
+    INT64,
+    INTS,
+    TABLE,
+    address_of,
+    caller,
+    entry,
+    inline,
+    kernel,
+    load,
+    move_bytes,
+    store,
+    take_next,
+)
 from tierloop.devices.kernels.contract import Score
 from tierloop.devices.kernels.entries import ENTRIES
-from tierloop.devices.kernels.lanes import FLOAT32
-from tierloop.devices.kernels.merging import larger
+from tierloop.devices.kernels.lanes import (
+    FLOAT,
+    FLOAT32,
+    LANES,
+    at,
+    counting,
+    fill_table,
+    floats,
+    halve_groups,
+    int64,
+    maximum,
+    spread,
+)
+from tierloop.devices.kernels.lanes import INT64 as LANE
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
-from tierloop.devices.kernels.products import TILE, WIDTH_OF
+from tierloop.devices.kernels.products import TILE, WIDTHS
 from tierloop.devices.kernels.tiles import (
     BLOCK,
     NEAR,
@@ -31,11 +59,52 @@ from tierloop.devices.kernels.tiles import (
     wide_nbytes,
 )
 
+_REDUCE = (INT64, INT64, INT64, INT64, INT64)
+
+
+@inline(types.void, *_REDUCE, literals=2)
+def _reduce(builder: Any, width: int, is_sum: int, found: Any, n: Any, size: Any, best: Any, is_first: Any) -> None:
+    kind = ir.VectorType(FLOAT, LANES)
+    # The lane of a query that does not exist has products of 0, which would win over negative ones.
+    lane = ir.Constant(ir.VectorType(LANE, LANES), [i % width for i in range(LANES)])
+    exists = builder.icmp_signed("<", lane, spread(builder, size))
+    nothing = floats(0.0 if is_sum else float("-inf"))
+
+    def combine(a: Any, b: Any) -> Any:
+        return builder.fadd(a, b) if is_sum else maximum(builder, a, b)
+
+    with counting(builder, int64(0), n, LANES) as j:
+        rows = at(builder, found, j, 4 * width)
+        vectors = [load(builder, builder.add(rows, int64(4 * LANES * i)), kind) for i in range(width)]
+        each = halve_groups([builder.select(exists, v, nothing) for v in vectors], width, builder, combine)
+        place = at(builder, best, j, 4)
+        with builder.if_else(builder.icmp_signed("!=", is_first, int64(0))) as (first, later):
+            with first:
+                store(builder, each, place)
+            with later:
+                store(builder, combine(load(builder, place, kind), each), place)
+
+
+def _make_reduce(width: int, is_sum: int) -> int:
+    @entry(*_REDUCE)
+    def reduce(found: int, n: int, size: int, best: int, is_first: int) -> None:
+        _reduce(width, is_sum, found, n, size, best, is_first)
+
+    return reduce
+
+
+_call_reduce = caller(*_REDUCE)
+"""(address, found, n, size, best, is first): n rows of products, float32 (n, width) of which `size` count, with room up
+to the next 16 rows, are reduced into float32 (n,), room likewise."""
+_REDUCERS = np.array([_make_reduce(width, is_sum) for is_sum in (0, 1) for width in WIDTHS], dtype=np.int64)
+"""Addresses, at 3 · is sum + log2 of the width."""
+_NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
+
 _CHUNK = 64
 """Summaries at a time."""
 
 
-@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE), *(INT64,) * 6, INTS, INT64)
+@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE), *(INT64,) * 6, INTS, INTS, INT64)
 def _work_on_rows(
     counter: int,
     share_rows: int,
@@ -50,6 +119,7 @@ def _work_on_rows(
     is_minmax: int,
     takes_sum: int,
     entries: NDArray[np.int64],
+    reducers: NDArray[np.int64],
     out: int,
 ) -> None:
     """Take shares of the summaries until none is left; scores go to `out`, float32 (rows,)."""
@@ -73,8 +143,8 @@ def _work_on_rows(
                 run += 1
             left = min(first_row[run + 1], high) - row
             n = min(left, _CHUNK)
-            for j in range(min(left, 2 * _CHUNK)):
-                places[j] = base + spans[run, 0] + (row - first_row[run] + j) * nbytes
+            first = base + spans[run, 0] + (row - first_row[run]) * nbytes
+            fill_table(places.ctypes.data, first, nbytes, min(left, 2 * _CHUNK))
             # The next chunk is asked for meanwhile, where there is a whole one.
             ahead, ahead_nbytes = (
                 (places[_CHUNK:].ctypes.data, nbytes) if left >= 2 * _CHUNK else (places.ctypes.data, 0)
@@ -95,17 +165,10 @@ def _work_on_rows(
                 )  # fmt: skip
                 for t in range(num_tiles):
                     size = size_of(tile + t, group)
-                    width = WIDTH_OF[size]
-                    for g in range(size):
-                        if tile + t + g == 0:
-                            for j in range(n):
-                                best[j] = found[t, j * width]
-                        elif takes_sum:
-                            for j in range(n):
-                                best[j] += found[t, j * width + g]
-                        else:
-                            for j in range(n):
-                                best[j] = larger(best[j], found[t, j * width + g])
+                    _call_reduce(
+                        reducers[3 * takes_sum + _NUMBER_OF_WIDTH[size]], found[t].ctypes.data, n, size,
+                        best.ctypes.data, tile + t == 0,
+                    )  # fmt: skip
             move_bytes(out + 4 * row, best.ctypes.data, 4 * n)
             row += n
 
@@ -129,7 +192,7 @@ def score(
     def work() -> None:
         _work_on_rows(
             address_of(counter), share_rows, rows.runs, rows.first_row, base, spans, queries, args.num_kv_heads,
-            args.group, args.head_dim, args.summary == "minmax", args.reduce == "sum", ENTRIES, out,
+            args.group, args.head_dim, args.summary == "minmax", args.reduce == "sum", ENTRIES, _REDUCERS, out,
         )  # fmt: skip
 
     share(threads, work)

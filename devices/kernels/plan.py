@@ -65,9 +65,11 @@ def _number_rows(
 ) -> tuple[int, int]:
     first_row[0] = 0
     for i in range(runs.shape[0]):
-        rows = spans[i, 1] // row_nbytes
-        if rows * row_nbytes != spans[i, 1]:
-            return 1, i
+        rows = 1
+        if spans[i, 1] != row_nbytes:  # a division takes longer than everything else here
+            rows = spans[i, 1] // row_nbytes
+            if rows * row_nbytes != spans[i, 1]:
+                return 1, i
         if more_nbytes and rows * more_nbytes != more_spans[i, 1]:
             return 2, i
         if not (0 <= runs[i, 0] < num_sequences and 0 <= runs[i, 1] < num_kv_heads):

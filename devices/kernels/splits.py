@@ -342,9 +342,11 @@ def work_on_pieces(
                     break
                 keys_now, values_now, positions_now = keys + 8 * i, values + 8 * i, positions + 8 * i
                 split = load_int(positions_now) // split_tokens
-                n = min(filled - i, most_rows)
-                if load_int(positions_now + 8 * (n - 1)) >= (split + 1) * split_tokens:
-                    n = _places_up_to(positions_now, n, (split + 1) * split_tokens - 1)
+                n, border = min(filled - i, most_rows), (split + 1) * split_tokens
+                if load_int(positions_now + 8 * (n - 1)) >= border:
+                    n = 1  # few rows: going through them is faster than searching
+                    while load_int(positions_now + 8 * n) < border:
+                        n += 1
                 # Rows that are asked for: the values of this split and the keys of the next, or further ahead.
                 skip = max(_ROWS_AHEAD - n, 0)
                 num_later = min(n, max(filled - i - n - skip, 0))

@@ -14,6 +14,7 @@ from typing import Any
 
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.kernels import warm_up
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import entry
 from tierloop.runtime.blocks import KVShape
@@ -30,7 +31,7 @@ from tierloop.runtime.trace import TraceRecorder
 from tierloop.runtime.workloads import Workload
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total): stages are `dense` and the labels of the policies."""
+"""progress(stage, done, total): `dense`, then `kernels` (compiled at first use), then the labels of the policies."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ def compare(
     if dense is None:
         dense = generate_dense(model, workload.token_ids, num_tokens, lambda n: report("dense", n, num_tokens))
     reference = dense.tokens[:num_tokens]
+    report("kernels (compiled at first use)", 0, 1)
+    warm_up()
+    report("kernels (compiled at first use)", 1, 1)
     results: list[PolicyResult] = []
     platform_name = clock = ""
     for wanted, kind in zip(policies, kinds, strict=True):

@@ -146,7 +146,7 @@ class Report:
 
 def measure(sizes: Sizes, threads: int, run: Run, progress: Progress) -> Report:
     """Do everything. `run` carries launches out, `progress` is told (stage, done, total)."""
-    progress("loading compiled kernels", 0, 1)
+    progress("kernels (compiled at first use)", 0, 1)
     warm_up()
     progress("limits of this machine", 0, 1)
     machine = Machine(threads, sizes.read)

@@ -42,6 +42,7 @@ def conformance(
     Exit codes: 0 every device passed, 1 a check failed, 2 the input was wrong.
     """
     from tierloop.devices.conformance import LEVELS, run
+    from tierloop.devices.kernels import warm_up
 
     levels = level or list(LEVELS)
     for one in levels:
@@ -49,6 +50,8 @@ def conformance(
             raise ConfigurationError(f"--level {one!r}: {nearest(one, list(LEVELS))}")
     with results(as_json) as shown:
         reports = []
+        say("kernels (compiled at first use)")
+        warm_up()
         for name, opener, virtual in subjects(subject, device or [], options.assignments(option, "--option"), clock):
             say(f"{name or subject}: {', '.join(levels)}")
             reports.append(

@@ -91,8 +91,8 @@ def remarks(comparison: Comparison) -> list[str]:
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
         if result.clipped_keys:
             lines.append(
-                f"{result.policy}: {result.clipped_keys:,} elements of keys are beyond the range of "
-                f"{comparison.kv_dtype} that the prompt gave; the largest code stands for them"
+                f"{result.policy}: elements of later keys beyond the range of {comparison.kv_dtype} that the prompt "
+                f"gave: {result.clipped_keys:,}; the largest code stands for each"
             )
         if result.invalid:
             more = f" (and {len(result.invalid) - 1} more)" if len(result.invalid) > 1 else ""

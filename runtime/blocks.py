@@ -86,7 +86,9 @@ class Pool:
     def __init__(self, device: Device, memory: str, num_slots: int, slot_nbytes: int) -> None:
         info = device.info.memory(memory)
         assert info is not None, f"{device.info.name} has no memory {memory}"
-        self.slot_nbytes = -(-slot_nbytes // info.alignment) * info.alignment
+        self.grid = info.alignment
+        """Bytes that the memory is read and written in multiples of."""
+        self.slot_nbytes = -(-slot_nbytes // self.grid) * self.grid
         self.memory = memory
         self.device = device
         self.num_slots = num_slots

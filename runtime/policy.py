@@ -23,6 +23,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -212,27 +213,43 @@ class Policy:
         return np.asarray(ids[ids * self.shape.split_tokens < length], dtype=np.int64)
 
     def _write_rows(self, request: Request, layer: int, side: int, rows: NDArray[np.float32]) -> list[Completion]:
-        """Write a layer's K or V rows from the host into the blocks that have places, one command per pool."""
+        """Write a layer's K or V rows from the host into the blocks that have places.
+
+        Full blocks go from where the framework left them, or from their one conversion, without another copy: a command
+        for each stretch of neighbouring blocks of a head in one pool. What does not fill whole units of a medium is
+        padded with zeros first.
+        """
         shape, table = self.shape, request.blocks
-        heads, count, dim = rows.shape
-        blocks = shape.num_blocks(count)
-        padded = np.zeros((heads, blocks * shape.block_tokens, dim), dtype=np.float32)
-        padded[:, :count] = rows
+        heads, count, _ = rows.shape
         if side == K:
             scales = None if table.scales is None else table.scales.values[layer]
-            stored = keys_to_bytes(padded, shape.dtype, scales)
+            stored = keys_to_bytes(rows, shape.dtype, scales)
         else:
-            stored = values_to_bytes(padded, shape.dtype)
-        stored = stored.reshape(heads, blocks, -1)
+            stored = values_to_bytes(rows, shape.dtype)
+        stored = stored.reshape(heads, count, -1)
+        full, block_nbytes = count // shape.block_tokens, shape.block_tokens * shape.row_nbytes(side)
         done = []
-        for number, pool in enumerate(table.pools):
-            held = table.pool[layer, side, :, :blocks] == number
-            if not held.any():
-                continue
-            data = np.zeros((int(held.sum()), pool.slot_nbytes), dtype=np.uint8)
-            data[:, : stored.shape[2]] = stored[held]
-            spans = Spans.equal(table.offset[layer, side, :, :blocks][held], pool.slot_nbytes)
-            done.append(self.engine.write(Segment(pool.region, spans), data.reshape(-1)))
+        for head in range(heads):
+            pools = table.pool[layer, side, head, : shape.num_blocks(count)]
+            offsets = table.offset[layer, side, head]
+            borders = np.flatnonzero(np.concatenate(([True], pools[1:] != pools[:-1], [True])))
+            for first, last in pairwise(borders.tolist()):
+                if pools[first] < 0:
+                    continue
+                pool = table.pools[int(pools[first])]
+                whole = min(last, full) if block_nbytes % pool.grid == 0 else first
+                if whole > first:
+                    data = stored[head, first * shape.block_tokens : whole * shape.block_tokens].reshape(-1)
+                    target = Segment(pool.region, Spans.equal(offsets[first:whole], block_nbytes))
+                    done.append(self.engine.write(target, data))
+                if last > whole:
+                    rest = stored[head, whole * shape.block_tokens : last * shape.block_tokens]
+                    padded = np.zeros((last - whole, pool.slot_nbytes), dtype=np.uint8)
+                    for block in range(last - whole):
+                        part = rest[block * shape.block_tokens : (block + 1) * shape.block_tokens].reshape(-1)
+                        padded[block, : len(part)] = part
+                    target = Segment(pool.region, Spans.equal(offsets[whole:last], pool.slot_nbytes))
+                    done.append(self.engine.write(target, padded.reshape(-1)))
         return done
 
 

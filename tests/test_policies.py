@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import open_platform
@@ -258,3 +259,24 @@ def test_a_request_that_does_not_fit_is_refused_and_nothing_of_it_is_kept() -> N
 def test_outputs_are_finite_and_not_constant(reference: Decoded) -> None:
     assert np.isfinite(reference.outputs).all()
     assert reference.outputs.std() > 0
+
+
+@pytest.mark.parametrize("policy", ["all-gpu", "split-all"])
+def test_whole_blocks_of_a_prompt_are_written_from_where_the_framework_left_them(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[NDArray[np.uint8]] = []
+    original = Engine.write
+
+    def write(self: Engine, target: Any, data: NDArray[np.uint8], after: Any = ()) -> Any:
+        written.append(data)
+        return original(self, target, data, after)
+
+    monkeypatch.setattr(Engine, "write", write)
+    prefill = dense_of(MODEL, tuple(PROMPT), 6).prefill
+    decode(MODEL, [PROMPT], policy)
+    rows = [*prefill.keys, *prefill.values]
+    direct = sum(data.nbytes for data in written if any(np.shares_memory(data, one) for one in rows))
+    whole = len(PROMPT) // 16 * 16  # blocks of tests/decoding.py
+    # The drive of split-all has a grid that blocks of this model fill; nothing but open blocks is copied.
+    assert direct == sum(one[:, :whole].nbytes for one in rows)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # One cache of compiled kernels per worker: processes that write one at the same time corrupt it (numba 4807, 9348).
@@ -17,3 +19,15 @@ settings.register_profile(
 )
 settings.register_profile("soak", max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="module")
+def threads_for_little_work() -> Iterator[None]:
+    """Launches of any size are cut and shared among as many threads as they ask for."""
+    from tierloop.devices.kernels import plan, pool
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "_CORES", 64)
+        patch.setattr(pool, "_LITTLE", 0)
+        patch.setattr(plan, "_FEWEST_ROWS", 1)
+        yield

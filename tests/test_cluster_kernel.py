@@ -24,6 +24,8 @@ from tierloop.devices.kernels.definition import FP8_NUMBERS, Given, define, k_me
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 
+pytestmark = pytest.mark.usefixtures("threads_for_little_work")
+
 Float64 = NDArray[np.float64]
 LENGTHS = ((70, 1), (0, 45), (7, 33))
 """Rows of each (sequence, KV head); with segments of 32 and clusters of 8 every kind of segment is among them."""

@@ -13,6 +13,8 @@ from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 
+pytestmark = pytest.mark.usefixtures("threads_for_little_work")
+
 
 def contents(operand: Operand) -> Bytes:
     parts = [bytes_of(r)[o : o + n] for r, spans in operand for o, n in spans.array.tolist()]

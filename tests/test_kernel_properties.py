@@ -14,6 +14,8 @@ from tests import oracle
 from tests.attention_case import Case, Int64, same_bits
 from tierloop.devices.kernels.contract import DTYPES
 
+pytestmark = pytest.mark.usefixtures("threads_for_little_work")
+
 FLOATS = sorted(set(DTYPES) - set(oracle.CODES))
 GROUPS = (1, 2, 3, 4, 7, 8, 16)
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -139,7 +141,6 @@ def test_every_shape_of_a_model_is_within_the_bound(dtype: Any, group: int, head
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_the_number_of_threads_changes_no_bit(dtype: Any) -> None:
-    # Large enough that the launch is really cut: 3 · 2000 · 64 elements of V are above what one thread does alone.
     case = Case(dtype, num_kv_heads=3, group=3, tokens=2000, split_tokens=32)
     place, roots = case.layout(case.all_rows()), case.roots_of(case.all_rows())
     alone = case.states(place, roots)

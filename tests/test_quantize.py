@@ -19,6 +19,8 @@ from tierloop.devices.kernels.definition import Given, define
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 
+pytestmark = pytest.mark.usefixtures("threads_for_little_work")
+
 CODES = sorted(CODE_RANGE)
 
 

@@ -130,11 +130,11 @@ def share(threads: int, work: Callable[[], object]) -> None:
         _give_back(granted)
 
 
-_LITTLE = 1 << 18
+_LITTLE = 1 << 20
 
 
 def worthwhile(threads: int, nbytes: int) -> int:
-    """`threads`, or 1 for so few bytes that waking another thread (about 20 µs) costs more than it gains."""
+    """`threads`, or 1 for so few bytes that waking another thread (50 to 100 µs) costs more than it gains."""
     return threads if nbytes >= _LITTLE else 1
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,7 +25,18 @@ from tests import oracle
 from tests.attention_case import Case, Float32, bytes_of, launch, region, same_bits, whole
 from tierloop.devices.commands import Copy, Launch, Operand, Read, Write
 from tierloop.devices.kernels import copy_bytes, run, warm_up
-from tierloop.devices.kernels.contract import CODE_RANGE, DTYPES, Append, Cluster, Dense, Gather, Merge, Score, Topk
+from tierloop.devices.kernels.contract import (
+    CODE_RANGE,
+    DTYPES,
+    Append,
+    Cluster,
+    Dense,
+    Gather,
+    Merge,
+    Score,
+    Topk,
+    check,
+)
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 
@@ -281,6 +294,67 @@ def test_attend_refuses_values_cut_differently_from_keys() -> None:
     bent = (Segment(segment.region, Spans([(0, 144), (144, 176)])),)
     with pytest.raises(ValueError, match="run 0 has different numbers of rows"):
         case.states(place._replace(values=bent), case.roots_of(case.all_rows()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 0}, "head_dim is 0; allowed: a whole number from 1"),
+        ({"group": -1}, "group is -1; allowed: a whole number from 1"),
+        ({"window": 0.5}, "window is 0.5; allowed: a whole number from 0"),
+        ({"window": 1 << 63}, "window is 9223372036854775808; allowed: a whole number from 0"),
+        ({"sink_tokens": True}, "sink_tokens is True; allowed: a whole number"),
+        ({"split_tokens": 0}, "split_tokens is 0; allowed"),
+        ({"softcap": 1e-46}, "softcap is 1e-46; allowed: 0 .none., or a positive float32 number"),
+        ({"softcap": -1.0}, "softcap is -1.0; allowed: 0"),
+        ({"softcap": 1e39}, "softcap is 1e.39; allowed: a finite float32 number"),
+        ({"scale": float("nan")}, "scale is nan; allowed: a finite float32 number"),
+        ({"scale": "1"}, "scale is '1'; allowed: a finite float32 number"),
+        ({"runs": np.zeros((1, 3))}, "runs is no array of integers"),
+        ({"q_positions": [[1]]}, "q_positions is no array of integers"),
+    ],
+)
+def test_arguments_that_are_no_such_numbers_are_refused_at_submit(change: dict[str, Any], message: str) -> None:
+    case = Case(tokens=4)
+    place, roots = case.layout(case.all_rows()), case.roots_of(case.all_rows())
+    args = replace(case.attend_args(place.runs, roots), **change)
+    sizes = [(1, 256), (1, 1024), (1, 1024)]
+    assert check(case.attend_args(place.runs, roots), sizes, [(1, 264)]) is None
+    assert re.search(message, check(args, sizes, [(1, 264)]) or "")
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_no_threads_at_all_are_refused(threads: int) -> None:
+    case = Case(tokens=4)
+    with pytest.raises(ValueError, match="allowed: at least 1"):
+        case.states(case.layout(case.all_rows()), case.roots_of(case.all_rows()), threads)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("split_tokens", [8, 16, 32])
+def test_a_value_that_no_query_counts_never_matters(dtype: Any, split_tokens: int) -> None:
+    # Row 15 lies between the sinks and the window, in the middle of a split or alone.
+    case = Case(dtype, group=3, tokens=32, split_tokens=split_tokens, masks=oracle.Masks(8, 8))
+    before = case.attention(case.all_rows())
+    case.values[0, 0, 15] = np.frombuffer(b"\xff" * case.values.itemsize, dtype=case.values.dtype)[0]  # all are NaN
+    assert same_bits(case.attention(case.all_rows()), before)
+    assert np.isfinite(before).all()
+
+
+def test_a_row_with_logit_minus_infinity_counts_for_the_other_queries_of_a_tile() -> None:
+    # Row 0 has the logit −∞ with query 0 and 0 with query 1; its value is no number.
+    queries = np.zeros((1, 1, 2, 4), dtype=np.float32)
+    queries[0, 0, 0, 0], queries[0, 0, 1, 1] = 1e30, 1
+    keys, values = np.zeros((3, 4), dtype=np.float32), np.ones((3, 4), dtype=np.float32)
+    keys[0, 0], values[0] = -1e30, np.nan
+    both = Case(group=2, head_dim=4, head_dim_v=4, tokens=3)
+    both.queries, both.keys, both.values, both.scale = queries, keys[None, None], values[None, None], 1.0
+    output = both.attention(both.all_rows())[0, 0, 0]
+    assert output[0].tolist() == [1, 1, 1, 1]
+    assert np.isnan(output[1]).all()
+    alone = Case(head_dim=4, head_dim_v=4, tokens=3)
+    alone.queries, alone.keys, alone.values, alone.scale = queries[:, :, :1], both.keys, both.values, 1.0
+    assert same_bits(alone.attention(alone.all_rows())[0, 0, 0, 0], output[0])
 
 
 def test_copies_refuse_spans_outside_their_region() -> None:
@@ -702,6 +776,41 @@ def test_a_processor_without_vectors_beyond_the_baseline_gives_the_same_bits() -
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == digest()
+
+
+def test_the_cores_of_the_process_are_not_those_of_the_thread_that_imports() -> None:
+    code = (
+        "import os, threading\n"
+        "def first():\n"
+        "    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "    import tierloop.devices.kernels.pool\n"
+        "thread = threading.Thread(target=first); thread.start(); thread.join()\n"
+        "from tierloop.devices.kernels import pool\n"
+        "print(pool._CORES == len(os.sched_getaffinity(os.getpid())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_one_process_at_a_time_fills_the_cache(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from tierloop.devices.kernels.filling import one_process_at_a_time\n"
+        "with one_process_at_a_time():\n"
+        "    print('inside', flush=True); sys.stdin.readline()"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    start = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(start, **pipes) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "inside\n"
+        (lock,) = tmp_path.glob("tierloop-kernels-*.lock")
+        with lock.open() as held, pytest.raises(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with subprocess.Popen(start, **pipes) as second:
+            first.communicate("\n", timeout=60)
+            assert second.communicate("\n", timeout=60)[0] == "inside\n"
 
 
 def test_importing_the_package_compiles_nothing() -> None:

@@ -28,9 +28,12 @@ _copy_bytes: Any = None
 def warm_up() -> None:
     """Compile every kernel, or load it from the cache; afterwards nothing compiles."""
     global _run, _copy_bytes
-    from tierloop.devices.kernels import copying, launching
+    from tierloop.devices.kernels.filling import one_process_at_a_time
 
-    _run, _copy_bytes = launching.run, copying.copy_bytes
+    with one_process_at_a_time():
+        from tierloop.devices.kernels import copying, launching
+
+        _run, _copy_bytes = launching.run, copying.copy_bytes
 
 
 def run(launch: Launch, bytes_of: Callable[[Region], NDArray[np.uint8]], threads: int = 1) -> int:

@@ -25,15 +25,15 @@ natural logarithm. The identity is (−inf, 0, 0). A row whose logits are all �
 
 **Queries** are float32 (num_sequences, q_len, num_kv_heads * group, head_dim); q head h uses KV head h // group.
 `q_positions`, int64 (num_sequences, q_len), masks: a row at position p counts for a query at position t if p ≤ t and,
-where `window` is not 0, if t − p < window or p < sink_tokens. Of a split, what lies before the first and after the last
-row that counts is not touched; a row between them that does not count has weight 0.
+where `window` is not 0, if t − p < window or p < sink_tokens. What lies in rows that do not count for a query never matters.
 
 **Logits** are scale · q·k, and, where `softcap` c is not 0, c · tanh(that / c).
 
 **NaN and infinity.** Whatever counts takes part by the rules of IEEE 754: a NaN in a key, or a logit of +inf, makes the
-output of its query NaN; in a value, that of its channel (also where the weight is 0). A logit of −inf has weight 0.
-Nothing else is spoilt: no other query, head or sequence. Quantities that are selected by (`score`, `topk`) sort NaN
-last. Summaries of `score` must be finite.
+output of its query NaN; in a value, that of its channel (also where its weight has underflown to 0). A row whose logit
+is −inf does not count. Nothing else is spoilt: no other query, head or sequence. Sums are float32: a product q·k beyond
+its range is infinite before it is scaled. Quantities that are selected by (`score`, `topk`) sort NaN last. Summaries of
+`score` must be finite, scales of codes finite and above 0; what others give has no meaning.
 
 Devices with the same `Arithmetic.microkernel` give the same bits for the same rows, however those are divided into
 runs, segments, launches or threads, as long as the cuts are at split borders.
@@ -377,6 +377,9 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
 
     Cheap enough for every submit: sizes and counts only, not the order of the runs.
     """
+    wrong = _wrong_numbers(args)
+    if wrong is not None:
+        return wrong
     need = reads_of(args)
     if need >= 0 and len(reads) != need:
         return f"{args.kernel} takes {need} read operands, got {len(reads)}"
@@ -392,10 +395,6 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
             return wrong
     if isinstance(args, Cluster):
         wrong = _wrong_clusters(args)
-        if wrong is not None:
-            return wrong
-    if isinstance(args, (Attend, Logits)):
-        wrong = _wrong_masks(args)
         if wrong is not None:
             return wrong
     expect: list[tuple[str, int, int]] = []
@@ -462,7 +461,7 @@ def _wrong_codes(args: Quantize | Dequantize) -> str | None:
         return f"{args.kernel}: dtype {args.dtype!r} is not one of {', '.join(sorted(CODE_RANGE))}"
     if args.axis not in ("row", "channel"):
         return f"{args.kernel}: axis {args.axis!r} is not one of row, channel"
-    return None if args.dim > 0 else f"{args.kernel}: dim is {args.dim}; allowed: at least 1"
+    return None
 
 
 def _wrong_clusters(args: Cluster) -> str | None:
@@ -472,12 +471,48 @@ def _wrong_clusters(args: Cluster) -> str | None:
     return None if args.iterations >= 0 else f"cluster: iterations is {args.iterations}; allowed: at least 0"
 
 
-def _wrong_masks(args: Attend | Logits) -> str | None:
-    if args.window < 0 or args.sink_tokens < 0:
-        return f"{args.kernel}: window {args.window}, sink_tokens {args.sink_tokens}; allowed: at least 0"
-    if not 0 <= args.softcap < math.inf:
-        return f"{args.kernel}: softcap is {args.softcap}; allowed: 0 (none), or a positive number"
+_AT_LEAST_ONE = frozenset(
+    {"num_kv_heads", "group", "q_len", "head_dim", "head_dim_v", "dim", "split_tokens"}
+    | {"segment_tokens", "cluster_tokens"}
+)
+_AT_LEAST_ZERO = frozenset({"num_sequences", "window", "sink_tokens", "k", "iterations"})
+_INTEGERS = frozenset({"runs", "roots", "q_positions", "lengths", "which"})
+MOST = 1 << 48
+"""Positions, window and split sizes lie below this, so that no product of them overflows."""
+
+
+def _wrong_numbers(args: KernelArgs) -> str | None:
+    """A number of the arguments that is none, or outside its range; arrays that do not hold integers."""
+    if isinstance(args, Dense):
+        return None
+    for name in args.__slots__:
+        value = getattr(args, name)
+        if name in _INTEGERS:
+            if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+                return f"{args.kernel}: {name} is no array of integers"
+            continue
+        least = 1 if name in _AT_LEAST_ONE else 0 if name in _AT_LEAST_ZERO else None
+        if least is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < MOST:
+                return f"{args.kernel}: {name} is {value!r}; allowed: a whole number from {least} to 2**48 − 1"
+        elif name == "has_sinks" and not isinstance(value, bool):
+            return f"{args.kernel}: has_sinks is {value!r}; allowed: True, False"
+    if isinstance(args, (Attend, Logits)):
+        for name, single in (("scale", _single(args.scale)), ("softcap", _single(args.softcap))):
+            if single is None or not math.isfinite(single):
+                return f"{args.kernel}: {name} is {getattr(args, name)!r}; allowed: a finite float32 number"
+        cap = _single(args.softcap)
+        if args.softcap < 0 or (cap == 0 and args.softcap != 0):
+            return f"{args.kernel}: softcap is {args.softcap}; allowed: 0 (none), or a positive float32 number"
     return None
+
+
+def _single(number: float) -> float | None:
+    """A number as float32 has it; None if it is none."""
+    if isinstance(number, bool) or not isinstance(number, (int, float, np.floating, np.integer)):
+        return None
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))
 
 
 def state_nbytes(args: Attend | Combine | Merge) -> int:

@@ -200,7 +200,9 @@ def state(s: Float64, v: Float64) -> Float64:
     # The maximum travels as float32, so the exponentials are taken against that number and no other.
     m = s.max(axis=0, initial=-np.inf).astype(np.float32).astype(np.float64)
     p = np.exp(s - np.where(np.isneginf(m), 0.0, m))
-    return np.concatenate([m[..., None], p.sum(axis=0)[..., None], np.einsum("rqg,rd->qgd", p, v)], axis=-1)
+    # What does not count is left out, and not multiplied by 0: its value may be no number.
+    terms = np.where(np.isneginf(s)[..., None], 0.0, p[..., None] * v[:, None, None, :])
+    return np.concatenate([m[..., None], p.sum(axis=0)[..., None], terms.sum(axis=0)], axis=-1)
 
 
 def attend(args: Attend, queries: Given, keys: Given, values: Given) -> Float64:

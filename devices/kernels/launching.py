@@ -38,6 +38,8 @@ _FUNCTIONS: dict[type, Callable[..., None]] = {
 
 def run(launch: Launch, bytes_of: BytesOf, threads: int = 1) -> int:
     """See the package's `run`."""
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; allowed: at least 1")
     args: Any = launch.args
     _FUNCTIONS[type(args)](args, launch.reads, launch.writes, bytes_of, threads)
     sizes = [sum([segment.spans.nbytes for segment in operand]) for operand in launch.reads]

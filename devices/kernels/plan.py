@@ -31,7 +31,7 @@ _FAULTS = (
     "the span of run {0} is no whole number of rows",
     "run {0} has different numbers of rows in its two operands",
     "run {0} names a sequence or KV head that does not exist",
-    "run {0} has positions outside 0 … 2**48",
+    "run {0} has positions outside 0 … 2**48 − 1",
     "run {0} is out of order or overlaps the one before",
     "root {0} is no tree node of a sequence and KV head",
     "the roots leave out rows, from row {0} on",
@@ -211,7 +211,7 @@ class Rows:
         """The work of a launch that returns `roots` (r, 4), cut into enough pieces: int64 (n, 7); and how many of them
         are partial results. Raises ValueError."""
         if not 0 < split_tokens < _FAR:
-            raise ValueError(f"split_tokens is {split_tokens}; allowed: 1 … 2**48")
+            raise ValueError(f"split_tokens is {split_tokens}; allowed: 1 … 2**48 − 1")
         if roots.ndim != 2 or roots.shape[1] != 4:
             raise ValueError(f"roots need shape (r, 4), got {roots.shape}")
         roots = np.ascontiguousarray(roots, dtype=np.int64)

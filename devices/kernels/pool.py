@@ -2,7 +2,7 @@
 
 `share` returns when every thread that began has ended; helpers that did not begin by the time the caller is through
 are not waited for, so launches from several threads at once cannot block each other. Where several devices compute at
-once, no more threads work in all than the process has cores: who comes later gets fewer helpers, or none.
+once, helpers are given out only while fewer threads work than the process has cores: who comes later gets fewer.
 
 Helpers run on the cores that the caller may use, so that a thread which is bound to a socket keeps its work there.
 """
@@ -87,6 +87,7 @@ def _serve(jobs: SimpleQueue[_Job]) -> None:
         with suppress(OSError):  # the cores were taken away from the process meanwhile: then it works where it is
             bind(job.cores)
         job.help()
+        del job  # an idle thread keeps nothing alive
 
 
 def _grant(threads: int) -> int:
@@ -135,8 +136,8 @@ _LITTLE = 1 << 20
 
 def worthwhile(threads: int, nbytes: int) -> int:
     """`threads`, or 1 for so few bytes that waking another thread (50 to 100 µs) costs more than it gains."""
-    return threads if nbytes >= _LITTLE else 1
+    return min(threads, _CORES) if nbytes >= _LITTLE else 1
 
 
-_CORES = len(cores_of_this_thread()) or os.cpu_count() or 1
-"""Cores of the process."""
+_CORES = len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Cores of the process, whatever thread imports this first."""

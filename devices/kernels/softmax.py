@@ -61,6 +61,26 @@ def _cap(builder: Any, logits: Any, n: Any, cap: Any) -> None:
         store(builder, builder.fmul(hyperbolic_tangent(builder, ratio), limit), place)
 
 
+@inline(types.boolean, WORD, WORD)
+def any_nothing(builder: Any, logits: Any, n: Any) -> Any:
+    """Whether one of n logits is −∞."""
+    lanes = ir.VectorType(FLOAT, LANES)
+    nothing = float("-inf")
+    found = alloca_once(builder, ir.IntType(1))
+    builder.store(ir.Constant(ir.IntType(1), 0), found)
+    end = whole(builder, n, LANES)
+    marks = alloca_once(builder, ir.IntType(LANES))
+    builder.store(ir.Constant(ir.IntType(LANES), 0), marks)
+    with counting(builder, int64(0), end, LANES) as j:
+        here = builder.fcmp_ordered("==", load(builder, at(builder, logits, j, 4), lanes), floats(nothing))
+        builder.store(builder.or_(builder.load(marks), builder.bitcast(here, ir.IntType(LANES))), marks)
+    with counting(builder, end, n) as j:
+        one = builder.fcmp_ordered("==", load(builder, at(builder, logits, j, 4), FLOAT), ir.Constant(FLOAT, nothing))
+        builder.store(builder.or_(builder.load(found), one), found)
+    some = builder.icmp_unsigned("!=", builder.load(marks), ir.Constant(ir.IntType(LANES), 0))
+    return builder.or_(builder.load(found), some)
+
+
 @inline(types.void, *_SOFTMAX, literals=1)
 def _softmax(builder: Any, width: int, logits: Any, n: Any, top: Any) -> None:
     n = builder.mul(n, int64(width))

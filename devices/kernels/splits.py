@@ -34,6 +34,7 @@ from tierloop.devices.kernels.merging import call_merge, meeting_level, put_iden
 from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT, how_many_up_to
 from tierloop.devices.kernels.products import TILE, WIDTH_OF, ask_for
 from tierloop.devices.kernels.softmax import (
+    any_nothing,
     call_cap,
     call_rescale,
     call_softmax,
@@ -149,15 +150,6 @@ def _look(positions: int, n: int, query: int, window: int, sink_tokens: int, see
     store_int(seen + 8 * HOLE_END, hole_end)
 
 
-@kernel(types.boolean, INT64, INT64)
-def _no_logit(logits: int, size: int) -> bool:
-    """Whether all logits of a row, one for each query of a tile, are −∞."""
-    finite = 0
-    for g in range(size):
-        finite += load_float(logits + 4 * g) != -np.inf
-    return finite == 0
-
-
 @kernel(types.void, *(INT64,) * 5)
 def _copy_logits(source: int, source_stride: int, n: int, size: int, target: int) -> None:
     """Logits of a tile, from where all queries of a row lie together, to float32 (n, width)."""
@@ -169,7 +161,62 @@ def _copy_logits(source: int, source_stride: int, n: int, size: int, target: int
             store_float(target + j * stride + 4 * g, 0.0)
 
 
-@kernel(types.void, INTS, *(INT64,) * 6, REAL, *(INT64,) * 9)
+@kernel(types.void, INT64, REAL)
+def _put_top(state: int, m: float) -> None:
+    """Put m into a state row whose l is there: NaN for a logit that is no number, which the maximum passes over."""
+    total = load_float(state + 4)
+    if total != total:
+        m = total
+    store_float(state, m)
+
+
+@kernel(types.void, INTS, *(INT64,) * 13)
+def _state_of_few(
+    entries: Int64,
+    dtype: int,
+    size: int,
+    logits: int,
+    width: int,
+    n: int,
+    scaled: int,
+    alone: int,
+    tops: int,
+    values: int,
+    head_dim_v: int,
+    state: int,
+    state_stride: int,
+    value_nbytes: int,
+) -> None:
+    """State rows of a tile, query by query over the rows that count for it: those whose logit is not −∞.
+
+    `alone` has room for n logits, padded, and then for n addresses.
+    """
+    table = alone + 4 * (padded(n) + LANES)
+    for g in range(size):
+        count = 0
+        for j in range(n):
+            logit = load_float(logits + 4 * (j * width + g))
+            if logit != -np.inf:
+                store_float(alone + 4 * count, logit)
+                store_int(table + 8 * count, load_int(values + 8 * j))
+                count += 1
+        place = state + g * state_stride
+        if count == 0:
+            put_identity(place, 1, head_dim_v)
+            continue
+        call_softmax(entries[SOFTMAX], alone, count, tops)
+        weights = alone
+        if dtype >= INT8:
+            call_rescale(entries[RESCALE], alone, table, count, value_nbytes - 4, scaled)
+            weights = scaled
+        call_weigh(
+            entries[WEIGH + dtype * TILE], weights, alone, table, count, head_dim_v, place + 8, state_stride, table, 0,
+            0,
+        )  # fmt: skip
+        _put_top(place, load_float(tops))
+
+
+@kernel(types.void, INTS, *(INT64,) * 6, REAL, *(INT64,) * 10)
 def _state_of_tile(
     entries: Int64,
     dtype: int,
@@ -188,6 +235,7 @@ def _state_of_tile(
     num_later: int,
     is_given: int,
     value_nbytes: int,
+    alone: int,
 ) -> None:
     """State rows of one tile in one split from its logits, float32 (n, width), which become weights in place."""
     width = WIDTH_OF[size]
@@ -198,16 +246,21 @@ def _state_of_tile(
             call_cap(entries[CAP], logits + first * stride, (end - first) * width, softcap)
         for i in range(load_int(seen + 8 * HOLE) * width, load_int(seen + 8 * HOLE_END) * width):
             store_float(logits + 4 * i, -np.inf)
-    while end > first and _no_logit(logits + (end - 1) * stride, size):
-        end -= 1
-    while end > first and _no_logit(logits + first * stride, size):
-        first += 1
-    if end == first:
+    if end <= first:
         put_identity(state, size, head_dim_v)
         for j in range(num_later):
             ask_for(load_int(later + 8 * j), later_nbytes)
         return
-    weights, sums, n = logits + first * stride, logits + first * stride, end - first
+    weights, n = logits + first * stride, end - first
+    if any_nothing(weights, n * width):
+        _state_of_few(
+            entries, dtype, size, weights, width, n, scaled, alone, tops, values + 8 * first, head_dim_v, state,
+            state_stride, value_nbytes,
+        )  # fmt: skip
+        for j in range(num_later):
+            ask_for(load_int(later + 8 * j), later_nbytes)
+        return
+    sums = weights
     call_softmax(entries[SOFTMAX + number], weights, n, tops)
     if dtype >= INT8:
         call_rescale(entries[RESCALE + number], weights, values + 8 * first, n, value_nbytes - 4, scaled)
@@ -217,13 +270,7 @@ def _state_of_tile(
         state_stride, later, later_nbytes, num_later,
     )  # fmt: skip
     for g in range(size):
-        place, m = state + g * state_stride, load_float(tops + 4 * g)
-        total = load_float(place + 4)
-        if total != total:
-            m = total  # a logit that is no number, which the search for the largest one passes over
-        store_float(place, m)
-        if m == -np.inf:
-            put_identity(place, 1, head_dim_v)
+        _put_top(state + g * state_stride, load_float(tops + 4 * g))
 
 
 @kernel(
@@ -274,7 +321,8 @@ def work_on_pieces(
         most_rows = max(most_rows, min(pieces[i, HIGH] - pieces[i, LOW], split_tokens))
     block = min(BLOCK, all_tiles)
     width = padded(TILE * most_rows) + LANES
-    logit_rows = np.empty((block + 1, width), np.float32)
+    # One row of logits for each tile; one for scaled weights, two for queries for which few rows count.
+    logit_rows = np.empty((block + 3, width), np.float32)
     packed = np.empty((block, TILE * padded(head_dim)), np.float32)
     wide, wide_rows = np.empty(wide_nbytes(head_dim), np.uint8), np.empty(NEAR, np.int64)
     # Tables of rows: a whole split and those that are asked for ahead, twice, so that they are moved up rarely.
@@ -394,7 +442,7 @@ def work_on_pieces(
                             entries, dtype, size_of(tile + t, group), logits + t * logit_stride, scaled,
                             top, values_now, softcap, seen + 32 * t, head_dim_v, place,
                             state_stride, asked, asked_nbytes, num_later if t == 0 else 0, given_logits != 0,
-                            value_nbytes,
+                            value_nbytes, scaled + logit_stride,
                         )  # fmt: skip
                     depth, previous = depth + 1, split
                 i, here = i + n, here + n

@@ -25,7 +25,7 @@ natural logarithm. The identity is (−inf, 0, 0). A row whose logits are all �
 
 **Queries** are float32 (num_sequences, q_len, num_kv_heads * group, head_dim); q head h uses KV head h // group.
 `q_positions`, int64 (num_sequences, q_len), masks: a row at position p counts for a query at position t if p ≤ t and,
-where `window` is not 0, if t − p < window or p < sink_tokens. What lies in rows that do not count for a query never matters.
+where `window` is not 0, if t − p < window or p < sink_tokens. What lies in rows that do not count never matters.
 
 **Logits** are scale · q·k, and, where `softcap` c is not 0, c · tanh(that / c).
 

@@ -393,10 +393,6 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         wrong = _wrong_codes(args)
         if wrong is not None:
             return wrong
-    if isinstance(args, Cluster):
-        wrong = _wrong_clusters(args)
-        if wrong is not None:
-            return wrong
     expect: list[tuple[str, int, int]] = []
     if isinstance(args, (Attend, Logits)):
         item = ITEMSIZE[args.dtype]
@@ -462,13 +458,6 @@ def _wrong_codes(args: Quantize | Dequantize) -> str | None:
     if args.axis not in ("row", "channel"):
         return f"{args.kernel}: axis {args.axis!r} is not one of row, channel"
     return None
-
-
-def _wrong_clusters(args: Cluster) -> str | None:
-    for name in ("head_dim", "segment_tokens", "cluster_tokens"):
-        if getattr(args, name) < 1:
-            return f"cluster: {name} is {getattr(args, name)}; allowed: at least 1"
-    return None if args.iterations >= 0 else f"cluster: iterations is {args.iterations}; allowed: at least 0"
 
 
 _AT_LEAST_ONE = frozenset(

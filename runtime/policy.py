@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -261,6 +261,19 @@ def number(what: str, value: Any, low: float, high: float = math.inf) -> float:
         limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise ConfigurationError(f"{what} is {value}; it must be {limit}")
     return value
+
+
+def whole_numbers(policy: str, options: Mapping[str, tuple[Any, float]]) -> None:
+    """Check options by name, each with the least that is allowed. Raises ConfigurationError that names the option."""
+    for option, (value, low) in options.items():
+        if number(f"{policy}: {option}", value, low) != int(value):
+            raise ConfigurationError(f"{policy}: {option} is {value}; it must be a whole number")
+
+
+def share_above_zero(policy: str, budget: Any) -> None:
+    """Check the option `budget`. Raises ConfigurationError unless it is above 0 and at most 1."""
+    if number(f"{policy}: budget", budget, 0, 1) == 0:
+        raise ConfigurationError(f"{policy}: budget is 0; it must be above 0 and at most 1")
 
 
 def check_options(kind: type[Policy], options: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from tierloop.devices.kernels.compiled import (
     take_next,
 )
 from tierloop.devices.kernels.contract import ITEMSIZE, Cluster, cut_into_segments, num_clusters
+from tierloop.devices.kernels.entries import ENTRIES, WIDEN
 from tierloop.devices.kernels.lanes import CODES, LANES
 from tierloop.devices.kernels.meeting import (
     ADD_ROW,
@@ -41,15 +42,14 @@ from tierloop.devices.kernels.meeting import (
     MEET,
     NOBODY,
     TILE_ROWS,
-    WIDEN,
     call_add_row,
     call_best,
     call_meet,
-    call_widen,
 )
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
+from tierloop.devices.kernels.products import call_widen
 from tierloop.devices.kernels.tiles import padded
 
 Int32 = NDArray[np.int32]
@@ -65,19 +65,19 @@ _NAMES = types.Array(types.int32, 1, "C")
 _ROW = types.Array(types.float32, 1, "C")
 
 
-@kernel(types.void, INT64, INT64, TABLE, INTS, *(INT64,) * 4, INTS, INT64)
+@kernel(types.void, INT64, INT64, TABLE, INTS, *(INT64,) * 4, INTS, _PLACES, INT64)
 def _widen_rows(
     base: int, row: int, spans: Int64, first_row: Int64, n: int, dtype: int, head_dim: int, item: int,
-    widen: Int64, target: int,
+    entries: Int64, sources: Int64, target: int,
 ) -> None:  # fmt: skip
-    """Rows [row, row + n) of a launch as float32 (n, padded head_dim)."""
+    """Rows [row, row + n) of a launch as float32 (n, padded head_dim); `sources` has room for their addresses."""
     run = how_many_up_to(first_row, first_row.shape[0], row) - 1
     nbytes = head_dim * item
     for i in range(n):
         while first_row[run + 1] <= row + i:
             run += 1
-        source = base + spans[run, 0] + (row + i - first_row[run]) * nbytes
-        call_widen(widen[dtype], source, head_dim, target + i * 4 * padded(head_dim))
+        sources[i] = base + spans[run, 0] + (row + i - first_row[run]) * nbytes
+    call_widen(entries[WIDEN + dtype], sources.ctypes.data, n, head_dim, target, 4 * padded(head_dim))
 
 
 @kernel(types.void, _FLOATS, _FLOATS)
@@ -334,7 +334,7 @@ class _Launch:
         segment = _Segment(n, c, args.head_dim, threads)
         _widen_rows(
             self.base, first, self.spans, self.rows.first_row, n, CODES[args.dtype], args.head_dim,
-            ITEMSIZE[args.dtype], WIDEN, segment.rows.ctypes.data,
+            ITEMSIZE[args.dtype], ENTRIES, np.empty(n, dtype=np.int64), segment.rows.ctypes.data,
         )  # fmt: skip
         segment.cluster(args.iterations)
         before = int(self.first_cluster[which])

@@ -33,7 +33,7 @@ from tierloop.devices.kernels.lanes import (
 
 _INTEGERS = 12582912.0
 """1.5 · 2²³: the distance of its neighbours is 1, and its last byte is 0."""
-_LARGEST_INT8, _LARGEST_FP8 = CODE_RANGE["int8"], CODE_RANGE["fp8_e4m3"]
+LARGEST_INT8, LARGEST_FP8 = CODE_RANGE["int8"], CODE_RANGE["fp8_e4m3"]
 _SUBNORMAL_FP8 = 2.0**14
 """The distance of its neighbours is 2⁻⁹, as is that of fp8_e4m3 codes below 2⁻⁶."""
 PER_ROW, PER_CHANNEL = 0, 1
@@ -46,15 +46,15 @@ def _encode(builder: Any, dtype: int, x: Any, scale: Any) -> Any:
     words = ir.VectorType(INT32, n)
     if dtype == INT8:
         q = builder.fdiv(x, scale)
-        q = builder.select(builder.fcmp_ordered(">", q, floats(_LARGEST_INT8, n)), floats(_LARGEST_INT8, n), q)
-        q = builder.select(builder.fcmp_ordered("<", q, floats(-_LARGEST_INT8, n)), floats(-_LARGEST_INT8, n), q)
+        q = builder.select(builder.fcmp_ordered(">", q, floats(LARGEST_INT8, n)), floats(LARGEST_INT8, n), q)
+        q = builder.select(builder.fcmp_ordered("<", q, floats(-LARGEST_INT8, n)), floats(-LARGEST_INT8, n), q)
         q = builder.select(builder.fcmp_unordered("uno", q, q), floats(0.0, n), q)
         code = builder.bitcast(builder.fadd(q, floats(_INTEGERS, n)), words)
     else:
         bits = builder.bitcast(x, words)
         sign = builder.lshr(builder.and_(bits, ints(0x80000000, n)), ints(24, n))
         q = builder.fdiv(builder.bitcast(builder.and_(bits, ints(0x7FFFFFFF, n)), x.type), scale)
-        q = builder.select(builder.fcmp_ordered(">", q, floats(_LARGEST_FP8, n)), floats(_LARGEST_FP8, n), q)
+        q = builder.select(builder.fcmp_ordered(">", q, floats(LARGEST_FP8, n)), floats(LARGEST_FP8, n), q)
         # Drop 20 bits of the mantissa: add just under half, one more if that would leave an odd one; change the bias.
         bits = builder.bitcast(q, words)
         odd = builder.and_(builder.lshr(bits, ints(20, n)), ints(1, n))

@@ -41,10 +41,9 @@ runs, segments, launches or threads, as long as the cuts are at split borders.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -468,40 +467,42 @@ _AT_LEAST_ZERO = frozenset({"num_sequences", "window", "sink_tokens", "k", "iter
 _INTEGERS = frozenset({"runs", "roots", "q_positions", "lengths", "which"})
 MOST = 1 << 48
 """Positions, window and split sizes lie below this, so that no product of them overflows."""
+_KINDS: tuple[type[KernelArgs], ...] = get_args(KernelArgs)
+_ARRAYS = {kind: [f.name for f in fields(kind) if f.name in _INTEGERS] for kind in _KINDS}
+_NUMBERS = {
+    kind: [(f.name, int(f.name in _AT_LEAST_ONE)) for f in fields(kind) if f.name in _AT_LEAST_ONE | _AT_LEAST_ZERO]
+    for kind in _KINDS
+}
+"""What is checked of the arguments of each kernel at every submit: the fields, looked up once."""
 
 
 def _wrong_numbers(args: KernelArgs) -> str | None:
     """A number of the arguments that is none, or outside its range; arrays that do not hold integers."""
-    if isinstance(args, Dense):
-        return None
-    for name in args.__slots__:
+    for name in _ARRAYS[type(args)]:
         value = getattr(args, name)
-        if name in _INTEGERS:
-            if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
-                return f"{args.kernel}: {name} is no array of integers"
-            continue
-        least = 1 if name in _AT_LEAST_ONE else 0 if name in _AT_LEAST_ZERO else None
-        if least is not None:
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < MOST:
-                return f"{args.kernel}: {name} is {value!r}; allowed: a whole number from {least} to 2**48 − 1"
-        elif name == "has_sinks" and not isinstance(value, bool):
-            return f"{args.kernel}: has_sinks is {value!r}; allowed: True, False"
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+            return f"{args.kernel}: {name} is no array of integers"
+    for name, least in _NUMBERS[type(args)]:
+        value = getattr(args, name)
+        if not (type(value) is int or isinstance(value, np.integer)) or not least <= value < MOST:
+            return f"{args.kernel}: {name} is {value!r}; allowed: a whole number from {least} to 2**48 − 1"
+    if isinstance(args, Merge) and not isinstance(args.has_sinks, bool):
+        return f"merge: has_sinks is {args.has_sinks!r}; allowed: True, False"
     if isinstance(args, (Attend, Logits)):
-        for name, single in (("scale", _single(args.scale)), ("softcap", _single(args.softcap))):
-            if single is None or not math.isfinite(single):
-                return f"{args.kernel}: {name} is {getattr(args, name)!r}; allowed: a finite float32 number"
-        cap = _single(args.softcap)
-        if args.softcap < 0 or (cap == 0 and args.softcap != 0):
+        for name, number in (("scale", args.scale), ("softcap", args.softcap)):
+            if isinstance(number, bool) or not isinstance(number, (int, float, np.floating, np.integer)):
+                return f"{args.kernel}: {name} is {number!r}; allowed: a finite float32 number"
+            if not -_BEYOND_FLOAT32 < number < _BEYOND_FLOAT32:
+                return f"{args.kernel}: {name} is {number!r}; allowed: a finite float32 number"
+        if args.softcap != 0 and not args.softcap > _NOTHING_IN_FLOAT32:
             return f"{args.kernel}: softcap is {args.softcap}; allowed: 0 (none), or a positive float32 number"
     return None
 
 
-def _single(number: float) -> float | None:
-    """A number as float32 has it; None if it is none."""
-    if isinstance(number, bool) or not isinstance(number, (int, float, np.floating, np.integer)):
-        return None
-    with np.errstate(over="ignore"):
-        return float(np.float32(number))
+_BEYOND_FLOAT32 = 2.0**128 - 2.0**103
+"""Halfway between the largest float32 and the next power of two: this and more rounds to infinity."""
+_NOTHING_IN_FLOAT32 = 2.0**-150
+"""Half the smallest float32: this and less rounds to 0."""
 
 
 def state_nbytes(args: Attend | Combine | Merge) -> int:

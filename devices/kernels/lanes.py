@@ -202,6 +202,12 @@ def prefetch(builder: Any, address: Any) -> None:
     builder.call(ask, [builder.inttoptr(address, byte), *(ir.Constant(INT32, x) for x in (0, 3, 1))])
 
 
+def prefetch_row(builder: Any, row: Any, nbytes: Any) -> None:
+    """Ask for all lines of a row."""
+    with counting(builder, int64(0), nbytes, LINE) as i:
+        prefetch(builder, builder.add(row, i))
+
+
 @inline(types.void, types.int64, types.int64, types.int64, types.int64)
 def fill_table(builder: Any, table: Any, first: Any, step: Any, n: Any) -> None:
     """Put first, first + step, … into an int64 table of n places."""

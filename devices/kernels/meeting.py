@@ -1,6 +1,5 @@
 """Rows meet centroids: the inner loops of `cluster`.
 
-- widen: one stored key row → float32, filled up with zeros to a multiple of 16
 - meet: tiles of rows × one packed block of 16 centroids → the best product of every row so far, lane by lane
 - best: the best lane of every row
 - add_row: one float32 row is added to a float64 sum
@@ -16,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -26,20 +24,15 @@ from tierloop.devices.kernels.lanes import (
     FLOAT,
     INT32,
     INT64,
-    ITEM,
     LANES,
-    NUM_TYPES,
     alloca_once,
     at,
     counting,
     floats,
     fused,
     int64,
-    load_lanes,
-    load_one,
     shuffle,
     spread,
-    whole,
 )
 
 TILE_ROWS = 12 if llvm.get_host_cpu_features().get("avx512f") else 6
@@ -52,24 +45,9 @@ _VECTOR = ir.VectorType(FLOAT, LANES)
 _INDICES = ir.VectorType(INT32, LANES)
 _LANES_NBYTES = LANES * 4
 
-_WIDEN = (WORD, WORD, WORD)
 _MEET = (WORD,) * 7
 _BEST = (WORD,) * 5
 _ADD = (WORD, WORD, WORD)
-
-
-@inline(types.void, *_WIDEN, literals=1)
-def _widen(context: Any, builder: Any, dtype: int, source: Any, dim: Any, target: Any) -> None:
-    full = whole(builder, dim, LANES)
-    with counting(builder, int64(0), full, LANES) as i:
-        store(
-            builder, load_lanes(context, builder, dtype, at(builder, source, i, ITEM[dtype])), at(builder, target, i, 4)
-        )
-    with builder.if_then(builder.icmp_signed("!=", full, dim), likely=False):
-        store(builder, floats(0.0), at(builder, target, full, 4))
-        with counting(builder, full, dim) as i:
-            element = load_one(context, builder, dtype, at(builder, source, i, ITEM[dtype]))
-            store(builder, element, at(builder, target, i, 4))
 
 
 @inline(types.void, *_MEET)
@@ -128,14 +106,6 @@ def _add_row(builder: Any, row: Any, dim: Any, sums: Any) -> None:
         store(builder, builder.fadd(load(builder, place, doubles), wide), place)
 
 
-def _make_widen(dtype: int) -> int:
-    @entry(*_WIDEN)
-    def widen(source: int, dim: int, target: int) -> None:
-        _widen(dtype, source, dim, target)
-
-    return widen
-
-
 @entry(*_MEET)
 def _compiled_meet(rows: int, num_tiles: int, block: int, dim: int, names: int, values: int, indices: int) -> None:
     _meet(rows, num_tiles, block, dim, names, values, indices)
@@ -151,8 +121,6 @@ def _compiled_add_row(row: int, dim: int, sums: int) -> None:
     _add_row(row, dim, sums)
 
 
-call_widen = caller(*_WIDEN)
-"""(address, source, dim, target): `dim` stored elements → float32 up to the next multiple of 16."""
 call_meet = caller(*_MEET)
 """(address, rows, tiles, block, dim, names, values, indices): addresses of the rows at `rows`, whole tiles of them; the
 index of each lane's centroid int32 (16,) at `names`; the best so far at values float32 and indices int32 (rows, 16)."""
@@ -161,8 +129,6 @@ call_best = caller(*_BEST)
 call_add_row = caller(*_ADD)
 """(address, row, dim, sums): `dim` a multiple of 16."""
 
-WIDEN = np.array([_make_widen(dtype) for dtype in range(NUM_TYPES)], dtype=np.int64)
-"""Addresses, by dtype."""
 MEET: int = _compiled_meet
 BEST: int = _compiled_best
 ADD_ROW: int = _compiled_add_row

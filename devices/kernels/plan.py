@@ -12,15 +12,12 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.kernels.compiled import INT64, INTS, PAIR, TABLE, TRIPLE, kernel
-from tierloop.devices.kernels.contract import Attend, Logits
+from tierloop.devices.kernels.contract import MOST, Attend, Logits
 
 Int64 = NDArray[np.int64]
 
 _MUTABLE = types.Array(types.int64, 1, "C")
 _MUTABLE_TABLE = types.Array(types.int64, 2, "C")
-
-_FAR = 1 << 48
-"""Positions and split sizes lie below this, so that no product of them overflows."""
 
 ROOT, SEQUENCE, KV_HEAD, LOW, HIGH, SPLIT, SLOT = range(7)
 """Columns of a piece: its root, whose rows [LOW, HIGH) it takes, its first split, and where its states go: the root's
@@ -74,7 +71,7 @@ def _number_rows(
             return 2, i
         if not (0 <= runs[i, 0] < num_sequences and 0 <= runs[i, 1] < num_kv_heads):
             return 3, i
-        if not (0 <= runs[i, 2] < _FAR and rows < _FAR):
+        if not (0 <= runs[i, 2] < MOST and rows < MOST):
             return 4, i
         if i and (
             runs[i - 1, 0] > runs[i, 0]
@@ -126,7 +123,7 @@ def _cut(
 ) -> tuple[int, int, int]:
     """Fill `pieces`, root by root in `order`; returns (0, number of pieces, partial results) or (fault, where, 0)."""
     count, partials, covered = 0, 0, 0
-    last_split = _FAR // split_tokens + 1
+    last_split = MOST // split_tokens + 1
     pending = np.empty((64, 2), np.int64)
     for turn in range(order.shape[0]):
         root = order[turn]
@@ -188,8 +185,8 @@ class Rows:
         runs: Int64,
         spans: Int64,
         row_nbytes: int,
-        num_sequences: int = _FAR,
-        num_kv_heads: int = _FAR,
+        num_sequences: int = MOST,
+        num_kv_heads: int = MOST,
         more: tuple[Int64, int] | None = None,
     ) -> None:
         if runs.ndim != 2 or runs.shape[1] != 3 or len(runs) != len(spans):
@@ -210,12 +207,12 @@ class Rows:
     def pieces(self, roots: Int64, split_tokens: int, threads: int) -> tuple[Int64, int]:
         """The work of a launch that returns `roots` (r, 4), cut into enough pieces: int64 (n, 7); and how many of them
         are partial results. Raises ValueError."""
-        if not 0 < split_tokens < _FAR:
+        if not 0 < split_tokens < MOST:
             raise ValueError(f"split_tokens is {split_tokens}; allowed: 1 … 2**48 − 1")
         if roots.ndim != 2 or roots.shape[1] != 4:
             raise ValueError(f"roots need shape (r, 4), got {roots.shape}")
         roots = np.ascontiguousarray(roots, dtype=np.int64)
-        most_rows = _FAR if threads == 1 else max(_FEWEST_ROWS, self.total // (_PIECES_PER_THREAD * threads))
+        most_rows = MOST if threads == 1 else max(_FEWEST_ROWS, self.total // (_PIECES_PER_THREAD * threads))
         pieces = np.empty((len(roots) + (0 if threads == 1 else 64 * threads), 7), dtype=np.int64)
         order = np.arange(len(roots))
         for _ in range(2):

@@ -45,6 +45,7 @@ from tierloop.devices.kernels.lanes import (
     load_lanes,
     load_one,
     prefetch,
+    prefetch_row,
     shuffle,
     spread,
     sum_groups,
@@ -57,6 +58,8 @@ WIDTHS = (1, 2, 4)
 """Queries that share a vector."""
 WIDTH_OF = np.array([0, 1, 2, 4, 4], dtype=np.int64)
 """The width of a tile, by its number of queries."""
+NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
+"""log2 of that width: its place among WIDTHS, and in tables of compiled loops."""
 
 
 def _rows_at_a_time() -> int:
@@ -135,8 +138,7 @@ def _dots(
             # Row after row, as memory likes it; the processor works on several of them by itself.
             for number, pair in enumerate(pairs):
                 other = load(builder, at(builder, ahead, builder.add(first, int64(number)), 8), INT64)
-                with counting(builder, int64(0), ahead_nbytes, LINE) as line:
-                    prefetch(builder, builder.add(other, line))
+                prefetch_row(builder, other, ahead_nbytes)
                 with counting(builder, int64(0), dim, LANES) as chunk:
                     add(chunk, [pair])
         else:
@@ -201,8 +203,7 @@ def _make_widen(dtype: int) -> int:
 @inline(types.void, WORD, WORD)
 def ask_for(builder: Any, row: Any, nbytes: Any) -> None:
     """Ask for the lines of a row, which will be needed soon."""
-    with counting(builder, int64(0), nbytes, LINE) as i:
-        prefetch(builder, builder.add(row, i))
+    prefetch_row(builder, row, nbytes)
 
 
 call_dots = caller(*_DOTS)

@@ -10,7 +10,15 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
-from tierloop.devices.kernels.codes import PER_CHANNEL, PER_ROW, dequantize_row, largest_bits, quantize_row
+from tierloop.devices.kernels.codes import (
+    LARGEST_FP8,
+    LARGEST_INT8,
+    PER_CHANNEL,
+    PER_ROW,
+    dequantize_row,
+    largest_bits,
+    quantize_row,
+)
 from tierloop.devices.kernels.compiled import (
     FLOAT,
     INT64,
@@ -22,7 +30,7 @@ from tierloop.devices.kernels.compiled import (
     store_float,
     take_next,
 )
-from tierloop.devices.kernels.contract import CODE_RANGE, Dequantize, Quantize, value_nbytes
+from tierloop.devices.kernels.contract import Dequantize, Quantize, value_nbytes
 from tierloop.devices.kernels.lanes import CODES, FP8, INT8
 from tierloop.devices.kernels.lanes import FLOAT as REAL
 from tierloop.devices.kernels.operands import BytesOf, Operands
@@ -30,7 +38,6 @@ from tierloop.devices.kernels.plan import check_sizes
 from tierloop.devices.kernels.pool import share, worthwhile
 
 _INFINITY = 0x7F800000
-_LARGEST_INT8, _LARGEST_FP8 = CODE_RANGE["int8"], CODE_RANGE["fp8_e4m3"]
 _MUTABLE = types.Array(types.int64, 1, "C")
 
 
@@ -74,10 +81,10 @@ def _quantize_rows(
             else:
                 place = target + dim
                 if dtype == INT8:
-                    store_float(place, _scale_of_row(source, dim, _LARGEST_INT8))
+                    store_float(place, _scale_of_row(source, dim, LARGEST_INT8))
                     quantize_row(INT8, PER_ROW, source, place, dim, target)
                 else:
-                    store_float(place, _scale_of_row(source, dim, _LARGEST_FP8))
+                    store_float(place, _scale_of_row(source, dim, LARGEST_FP8))
                     quantize_row(FP8, PER_ROW, source, place, dim, target)
 
 

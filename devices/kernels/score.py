@@ -47,7 +47,7 @@ from tierloop.devices.kernels.lanes import INT64 as LANE
 from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
-from tierloop.devices.kernels.products import TILE, WIDTHS
+from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTHS
 from tierloop.devices.kernels.tiles import (
     BLOCK,
     NEAR,
@@ -98,7 +98,6 @@ _call_reduce = caller(*_REDUCE)
 to the next 16 rows, are reduced into float32 (n,), room likewise."""
 _REDUCERS = np.array([_make_reduce(width, is_sum) for is_sum in (0, 1) for width in WIDTHS], dtype=np.int64)
 """Addresses, at 3 · is sum + log2 of the width."""
-_NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
 
 _CHUNK = 64
 """Summaries at a time."""
@@ -166,7 +165,7 @@ def _work_on_rows(
                 for t in range(num_tiles):
                     size = size_of(tile + t, group)
                     _call_reduce(
-                        reducers[3 * takes_sum + _NUMBER_OF_WIDTH[size]], found[t].ctypes.data, n, size,
+                        reducers[3 * takes_sum + NUMBER_OF_WIDTH[size]], found[t].ctypes.data, n, size,
                         best.ctypes.data, tile + t == 0,
                     )  # fmt: skip
             move_bytes(out + 4 * row, best.ctypes.data, 4 * n)

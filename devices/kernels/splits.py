@@ -32,7 +32,7 @@ from tierloop.devices.kernels.entries import CAP, MERGE, RESCALE, SOFTMAX, WEIGH
 from tierloop.devices.kernels.lanes import INT8, ITEM, LANES, fill_table
 from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
 from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT, how_many_up_to
-from tierloop.devices.kernels.products import TILE, WIDTH_OF, ask_for
+from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTH_OF, ask_for
 from tierloop.devices.kernels.softmax import (
     any_nothing,
     call_cap,
@@ -58,7 +58,6 @@ _ROWS_AHEAD = 32
 """How far ahead rows are asked for, at least; memory answers before 32 of them are worked on."""
 FIRST, END, HOLE, HOLE_END = range(4)
 """Columns of what a tile sees of a split: rows FIRST … END without HOLE … HOLE_END."""
-_NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
 
 
 @kernel(INT64, INTS, INT64, INT64)
@@ -239,20 +238,15 @@ def _state_of_tile(
 ) -> None:
     """State rows of one tile in one split from its logits, float32 (n, width), which become weights in place."""
     width = WIDTH_OF[size]
-    number, stride = _NUMBER_OF_WIDTH[size], 4 * width
+    number, stride = NUMBER_OF_WIDTH[size], 4 * width
     first, end = load_int(seen + 8 * FIRST), load_int(seen + 8 * END)
     if not is_given:
         if softcap > 0 and end > first:
             call_cap(entries[CAP], logits + first * stride, (end - first) * width, softcap)
         for i in range(load_int(seen + 8 * HOLE) * width, load_int(seen + 8 * HOLE_END) * width):
             store_float(logits + 4 * i, -np.inf)
-    if end <= first:
-        put_identity(state, size, head_dim_v)
-        for j in range(num_later):
-            ask_for(load_int(later + 8 * j), later_nbytes)
-        return
-    weights, n = logits + first * stride, end - first
-    if any_nothing(weights, n * width):
+    weights, n = logits + first * stride, max(end - first, 0)
+    if n == 0 or any_nothing(weights, n * width):
         _state_of_few(
             entries, dtype, size, weights, width, n, scaled, alone, tops, values + 8 * first, head_dim_v, state,
             state_stride, value_nbytes,

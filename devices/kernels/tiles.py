@@ -15,7 +15,7 @@ from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import INT64, INTS, kernel, load_float, move_bytes, store_float
 from tierloop.devices.kernels.entries import DOTS, WIDEN
 from tierloop.devices.kernels.lanes import FLOAT32, LANES, fill_table
-from tierloop.devices.kernels.products import TILE, WIDTH_OF, call_dots, call_widen
+from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTH_OF, call_dots, call_widen
 
 Int64 = NDArray[np.int64]
 
@@ -25,7 +25,6 @@ NEAR = 16
 """Key rows that all tiles of a block read before they go on: widened, they stay in the nearest cache."""
 
 _QUERIES = types.Array(types.float32, 2, "C")
-_TABLE_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
 
 
 @kernel(INT64, INT64)
@@ -132,7 +131,7 @@ def dots_of_tiles(
         if must_widen or may_widen:
             call_widen(entries[WIDEN + dtype], keys + 8 * start, count, dim, wide, stride)
         for t in range(num_tiles):
-            width_number = _TABLE_OF_WIDTH[size_of(first_tile + t, group)]
+            width_number = NUMBER_OF_WIDTH[size_of(first_tile + t, group)]
             is_wide = must_widen or (dtype != FLOAT32 and width_number == 2)
             out = logits + t * logit_stride + 4 * (skipped + start) * (1 << width_number)
             call_dots(

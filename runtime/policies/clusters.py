@@ -28,7 +28,7 @@ from tierloop.runtime.clusters import ClusterIndex, Clustering, check_clusters
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import ChosenRows
 from tierloop.runtime.policies.split_all import SplitAll
-from tierloop.runtime.policy import Batch, Int64, Request, number
+from tierloop.runtime.policy import Batch, Int64, Request, share_above_zero, whole_numbers
 
 
 class ClusterTopk(SplitAll):
@@ -51,19 +51,19 @@ class ClusterTopk(SplitAll):
         shares: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(engine, shares)
-        if number("cluster-topk: budget", budget, 0, 1) == 0:
-            raise ConfigurationError("cluster-topk: budget is 0; it must be above 0 and at most 1")
-        for option, value, low in (
-            ("sink_tokens", sink_tokens, 0),
-            ("recent_tokens", recent_tokens, 1),
-            ("cluster_tokens", cluster_tokens, 1),
-            ("segment_tokens", segment_tokens, 1),
-            ("iterations", iterations, 0),
-            ("update_tokens", update_tokens, 1),
-            ("dense_layers", dense_layers, 0),
-        ):
-            if number(f"cluster-topk: {option}", value, low) != int(value):
-                raise ConfigurationError(f"cluster-topk: {option} is {value}; it must be a whole number")
+        share_above_zero(self.name, budget)
+        whole_numbers(
+            self.name,
+            {
+                "sink_tokens": (sink_tokens, 0),
+                "recent_tokens": (recent_tokens, 1),
+                "cluster_tokens": (cluster_tokens, 1),
+                "segment_tokens": (segment_tokens, 1),
+                "iterations": (iterations, 0),
+                "update_tokens": (update_tokens, 1),
+                "dense_layers": (dense_layers, 0),
+            },
+        )
         if segment_tokens < cluster_tokens:
             raise ConfigurationError(
                 f"cluster-topk: segment_tokens is {segment_tokens}; "

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Dense, Score, Topk
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
@@ -26,7 +25,7 @@ from tierloop.runtime.dtypes import from_bytes, keys_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import Chosen
 from tierloop.runtime.policies.split_all import SplitAll
-from tierloop.runtime.policy import Batch, Int64, Request, number
+from tierloop.runtime.policy import Batch, Int64, Request, share_above_zero, whole_numbers
 
 
 class TopkBlocks(SplitAll):
@@ -45,15 +44,15 @@ class TopkBlocks(SplitAll):
         shares: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(engine, shares)
-        if number("topk-blocks: budget", budget, 0, 1) == 0:
-            raise ConfigurationError("topk-blocks: budget is 0; it must be above 0 and at most 1")
-        for option, value, low in (
-            ("sink_blocks", sink_blocks, 0),
-            ("recent_blocks", recent_blocks, 1),
-            ("dense_layers", dense_layers, 0),
-        ):
-            if number(f"topk-blocks: {option}", value, low) != int(value):
-                raise ConfigurationError(f"topk-blocks: {option} is {value}; it must be a whole number")
+        share_above_zero(self.name, budget)
+        whole_numbers(
+            self.name,
+            {
+                "sink_blocks": (sink_blocks, 0),
+                "recent_blocks": (recent_blocks, 1),
+                "dense_layers": (dense_layers, 0),
+            },
+        )
         self.budget = budget
         self.sink_blocks = sink_blocks
         self.recent_blocks = recent_blocks

@@ -1,0 +1,446 @@
+"""One benchmark for every device, real or emulated: it knows the device contract, a clock, and nothing else.
+
+`calibrate` measures a device with it, `verify` the device's emulation, and the fit the timing model on the virtual
+clock: what is compared was measured in the same way.
+
+- A *transfer* point keeps `depth` commands in flight over the executor's queues; whatever ends is replaced at once. It
+  counts whole rounds, from the moment at which the first round has ended, so neither the start nor the end is in it.
+- A *chase* point reads lines of which each says where the next one is, a short and a long walk in turn: the difference
+  of their times over the difference of their lengths is the time of one access, without what a command costs.
+- A *loaded* point does the same while other queues stream, each busy for a share `duty` of its time.
+
+Everything is cold: regions and host buffers are walked through in pools several times as large as the last cache, and
+a walk never meets a line that it has read not long ago. Values are those of the device, scaled back by its dilation.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.clocks import Clock
+from tierloop.devices.commands import Command, Launch, Read, Write
+from tierloop.devices.completion import Completion
+from tierloop.devices.device import Device
+from tierloop.devices.errors import ConfigurationError, Timeout
+from tierloop.devices.info import ExecutorInfo, MemoryInfo
+from tierloop.devices.kernels import contract
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.spans import Spans
+from tierloop.devices.waiting import wait, write_bytes
+
+LINE_NBYTES = 64
+SHORT_WALK = 64
+"""Lines of the short walk of a chase; the long one has `nbytes` / 64."""
+ROW_NBYTES = 1024
+"""Bytes of a row that `score` reads: 4 bytes in 1,024 are written, so that it is all but a pure read."""
+DEADLINE_NS = 120_000_000_000
+"""How long one window may last, in ns of the platform's clock."""
+_PREPARED = 2048
+_FALLBACK_CACHE_NBYTES = 32 << 20
+
+Pattern = Literal["idle", "loaded", "sequential", "random"]
+Verb = Literal["transfer", "chase", "score", "gather"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured once: sizes in bytes.
+
+    A command moves `nbytes` in spans of `span_nbytes`; `depth` commands are in flight (of a loaded point: streams
+    beside the chase). `read_fraction` is the share of Read commands in a mix of Read and Write. `load` says what the
+    streams of a loaded point do, and `duty` for which share of their time.
+    """
+
+    pattern: Pattern
+    verb: Verb
+    span_nbytes: int
+    nbytes: int
+    depth: int
+    read_fraction: float = 1.0
+    load: str = ""
+    duty: float = 1.0
+
+    @property
+    def unit(self) -> Literal["latency_ns", "bytes_per_s"]:
+        """What its value means: ns of one access or of one smallest command, or bytes per second."""
+        return "latency_ns" if self.pattern in ("idle", "loaded") else "bytes_per_s"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, without what says nothing."""
+        found = asdict(self)
+        if self.pattern != "loaded":
+            del found["load"], found["duty"]
+        return found
+
+    def __str__(self) -> str:
+        what = f"{self.pattern} {self.verb}" + (f" beside {self.load} at {self.duty:.0%}" if self.load else "")
+        size = size_text(self.nbytes)
+        if self.span_nbytes != self.nbytes:
+            size += f" in {size_text(self.span_nbytes)}"
+        reads = f", {self.read_fraction:.0%} reads" if self.verb == "transfer" else ""
+        return f"{what}, {size}, depth {self.depth}{reads}"
+
+
+def size_text(nbytes: int) -> str:
+    """A size with a binary unit: 64 B, 4 KiB, 16 MiB."""
+    for unit, step in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= step and nbytes % step == 0:
+            return f"{nbytes // step} {unit}"
+    return f"{nbytes} B"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One window: the value in the point's unit, and for loaded points the bytes/s that the streams moved meanwhile."""
+
+    value: float
+    load_bytes_per_s: float = 0.0
+
+
+def last_cache_nbytes(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """The size of this machine's largest cache, from sysfs; 32 MiB where that says nothing."""
+    largest = 0
+    for file in cpu.glob("index*/size"):
+        try:
+            text = file.read_text().strip()
+            largest = max(largest, int(text.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(text[-1:], 0))
+        except (OSError, ValueError):
+            continue
+    return largest or _FALLBACK_CACHE_NBYTES
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class Subject:
+    """A memory and the executors through which it is measured, on one clock.
+
+    `owner` allocates in `memory`; commands go to `engine`: transfers to `mover`, kernels to `kernels` where there is
+    one. `dilation` is the σ by which the clock's times are too long, `invalid` what the site says of its promises.
+    """
+
+    clock: Clock
+    owner: Device
+    memory: MemoryInfo
+    engine: Device
+    mover: ExecutorInfo
+    kernels: ExecutorInfo | None
+    dilation: int
+    invalid: list[str]
+
+    def offers(self, kernel: str) -> bool:
+        """Whether the kernel can be measured on this memory."""
+        return self.kernels is not None and kernel in self.kernels.kernels
+
+
+class Rig:
+    """A subject with its pools, ready to measure points; `close` frees them.
+
+    `pool_nbytes` is the size of each pool. On the virtual clock regions are phantom: the time is the model's, and
+    nothing is moved. Raises OutOfMemory if the pools do not fit.
+    """
+
+    def __init__(self, subject: Subject, pool_nbytes: int, seed: int = 0) -> None:
+        self.subject = subject
+        self.clock = subject.clock
+        self._phantom = subject.clock.virtual
+        self._pool_nbytes = pool_nbytes
+        self._random = np.random.default_rng(seed)
+        self._regions: list[Region] = []
+        self._cursor = 0
+        self._walked = 0
+        self._walk: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._chain: Region | None = None
+        self._sink: Region | None = None
+        self._small: Region | None = None
+        self._permutation: tuple[int, NDArray[np.int64]] = (0, np.empty(0, dtype=np.int64))
+        self._permuted = 0
+        self._pool = self._alloc(pool_nbytes)
+        self._host = np.zeros(pool_nbytes, dtype=np.uint8)
+        if not self._phantom:
+            self._host.view(np.float32)[:] = 1.0
+            self._fill(self._pool)
+
+    def measure(self, point: Point, window_ns: int) -> Reading:
+        """Measure a point for about `window_ns` ns of the device's own time. Raises what the device raises."""
+        window_ns *= self.subject.dilation
+        if point.verb == "chase":
+            return self._chase(point, window_ns)
+        commands = self._commands(point, _PREPARED)
+        executor = self.subject.kernels if point.verb in ("score", "gather") else self.subject.mover
+        assert executor is not None
+        loop = _Loop(self.subject.engine, self.clock, commands, executor.queues, point.depth)
+        taken, ended = loop.run(window_ns, _period(point.read_fraction) if point.verb == "transfer" else 1)
+        if point.unit == "latency_ns":
+            return Reading(taken / ended / self.subject.dilation)
+        return Reading(ended * point.nbytes * 1e9 * self.subject.dilation / taken)
+
+    def close(self) -> None:
+        """Free the pools."""
+        for region in self._regions:
+            self.subject.owner.free(region)
+        self._regions.clear()
+
+    # -- what lies where ----------------------------------------------------------------------------------------
+
+    def _alloc(self, nbytes: int) -> Region:
+        region = self.subject.owner.alloc(nbytes, self.subject.memory.name, self._phantom)
+        self._regions.append(region)
+        return region
+
+    def _fill(self, region: Region) -> None:
+        """Write all of a region once: pages and blocks that were never written are not really there."""
+        piece = min(region.nbytes, 4 << 20)
+        for offset in range(0, region.nbytes, piece):
+            count = min(piece, region.nbytes - offset)
+            self._write(region.at(offset, count), self._host[:count])
+
+    def _write(self, target: Segment, data: NDArray[np.uint8]) -> None:
+        write_bytes(self.clock, self.subject.engine, target, data, self.subject.mover.queues[0])
+
+    def _commands(self, point: Point, most: int) -> list[Command]:
+        """Commands of a point over parts of the pools that were not touched for longest."""
+        count = max(1, min(self._pool_nbytes // point.nbytes, most))
+        if point.verb == "score":
+            return [self._score(self._next(point.nbytes), point.nbytes) for _ in range(count)]
+        if point.verb == "gather":
+            if self._sink is None:
+                self._sink = self._alloc(self._pool_nbytes)
+            return [
+                Launch(contract.Gather(), ((self._spans(point),),), ((self._sink.at(offset, point.nbytes),),))
+                for offset in (self._next(point.nbytes) for _ in range(count))
+            ]
+        period = _period(point.read_fraction)
+        reads = round(point.read_fraction * period)
+        commands: list[Command] = []
+        for number in range(count):
+            offset = self._next(point.nbytes)
+            segment = self._pool.at(offset, point.nbytes) if point.pattern != "random" else self._spans(point)
+            far = self._pool_nbytes - point.nbytes - offset
+            buffer = self._host[far : far + point.nbytes]
+            # Spread evenly: with 3 of 4, reads are commands 0, 1, 2, 4, …
+            is_read = (number + 1) * reads // period > number * reads // period
+            commands.append(Read(segment, buffer) if is_read else Write(segment, buffer))
+        return commands
+
+    def _next(self, nbytes: int) -> int:
+        """Where the next command works: through the pool from front to back, again and again."""
+        if self._cursor + nbytes > self._pool_nbytes:
+            self._cursor = 0
+        self._cursor += nbytes
+        return self._cursor - nbytes
+
+    def _spans(self, point: Point) -> Segment:
+        """Spans at random places of the pool, each place once before any comes again."""
+        places = self._pool_nbytes // point.span_nbytes
+        if self._permutation[0] != point.span_nbytes:
+            order = self._random.permutation(places).astype(np.int64) * point.span_nbytes
+            self._permutation, self._permuted = (point.span_nbytes, order), 0
+        count = point.nbytes // point.span_nbytes
+        if self._permuted + count > places:
+            self._permuted = 0
+        self._permuted += count
+        return Segment(
+            self._pool,
+            Spans.equal(self._permutation[1][self._permuted - count : self._permuted], point.span_nbytes),
+        )
+
+    def _score(self, offset: int, nbytes: int) -> Launch:
+        rows = nbytes // ROW_NBYTES
+        if self._small is None:
+            self._small = self._alloc(ROW_NBYTES + self._pool_nbytes // ROW_NBYTES * 4)
+            if not self._phantom:
+                self._write(self._small.at(0, ROW_NBYTES), self._host[:ROW_NBYTES])
+        runs = np.zeros((1, 3), dtype=np.int64)
+        args = contract.Score(1, 1, 1, ROW_NBYTES // 4, "mean", "max", runs)
+        reads = ((self._small.at(0, ROW_NBYTES),), (self._pool.at(offset, rows * ROW_NBYTES),))
+        return Launch(args, reads, ((self._small.at(ROW_NBYTES, rows * 4),),))
+
+    # -- dependent accesses -------------------------------------------------------------------------------------
+
+    def _chase(self, point: Point, window_ns: int) -> Reading:
+        kernels = self.subject.kernels
+        assert kernels is not None
+        streams = _Streams(self, point, window_ns) if point.pattern == "loaded" else None
+        queue = kernels.queues[0]
+        lines = point.nbytes // LINE_NBYTES
+        spent = walked = 0
+        begun = self.clock.now()
+        while not walked or self.clock.now() - begun < window_ns:
+            short, long = self._walk_lines(SHORT_WALK), self._walk_lines(lines)
+            spent += self._timed(long, queue) - self._timed(short, queue)
+            walked += lines - SHORT_WALK
+        load = streams.stop() if streams is not None else 0.0
+        return Reading(max(spent, 1) / walked / self.subject.dilation, load * self.subject.dilation)
+
+    def _timed(self, command: Command, queue: int) -> int:
+        completion = self.subject.engine.submit(command, queue)
+        wait(self.clock, completion, self.clock.now() + DEADLINE_NS)
+        return completion.ended_ns - completion.submitted_ns
+
+    def _walk_lines(self, count: int) -> Command:
+        """A chase over lines that were not read for longest."""
+        if self._chain is None:
+            self._make_chain()
+        assert self._chain is not None
+        if count > len(self._walk):
+            raise ConfigurationError(f"a walk of {count} lines does not fit a pool of {self._pool_nbytes} bytes")
+        if self._walked + count > len(self._walk):
+            self._walked = 0
+        spans = Spans.equal(self._walk[self._walked : self._walked + count], LINE_NBYTES)
+        self._walked += count
+        return Launch(contract.Chase(), ((Segment(self._chain, spans),),), ((self._chain.at(self._end_at, 8),),))
+
+    def _make_chain(self) -> None:
+        """All lines of a region in a random cycle: the first int64 of each is the offset of the next."""
+        lines = self._pool_nbytes // LINE_NBYTES
+        self._chain = self._alloc((lines + 1) * LINE_NBYTES)
+        self._end_at = lines * LINE_NBYTES
+        self._walk = self._random.permutation(lines).astype(np.int64) * LINE_NBYTES
+        if not self._phantom:
+            table = np.zeros((lines, LINE_NBYTES // 8), dtype=np.int64)
+            table[self._walk // LINE_NBYTES, 0] = np.roll(self._walk, -1)
+            data = table.reshape(-1).view(np.uint8)
+            piece = 4 << 20
+            for offset in range(0, len(data), piece):
+                part = data[offset : offset + piece]
+                self._write(self._chain.at(offset, len(part)), part)
+
+
+class _Loop:
+    """Keeps a number of commands in flight, over the queues in turn."""
+
+    def __init__(
+        self, engine: Device, clock: Clock, commands: list[Command], queues: tuple[int, ...], depth: int
+    ) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._commands = commands
+        self._queues = queues
+        self._depth = depth
+        self._submitted = self._open = self._ended = 0
+        self._base_ns = self._last_ns = 0
+        self._counted = 0
+        self._stop_ns = 0
+        self._period = 1
+        self._stopped = False
+        self._error: Exception | None = None
+
+    def run(self, window_ns: int, period: int) -> tuple[int, int]:
+        """(ns, commands that ended in them): whole rounds of depth × `period` commands, after a first one."""
+        round_ = math.lcm(self._depth, period)
+        self._period = round_
+        self._stop_ns = self._clock.now() + window_ns
+        for number in range(self._depth):
+            self._submit(self._queues[number % len(self._queues)])
+        if not self._clock.run_until(lambda: not self._open, self._stop_ns + DEADLINE_NS):
+            raise Timeout(self._engine.info.name, "measure", f"{self._open} commands are open after {DEADLINE_NS} ns")
+        if self._error is not None:
+            raise self._error
+        return max(self._last_ns - self._base_ns, 1), self._counted
+
+    def _submit(self, queue: int) -> None:
+        command = self._commands[self._submitted % len(self._commands)]
+        self._submitted += 1
+        self._open += 1
+        self._engine.submit(command, queue).on_done(self._end)
+
+    def _end(self, completion: Completion) -> None:
+        self._open -= 1
+        self._ended += 1
+        try:
+            completion.result()
+        except Exception as error:
+            self._error = self._error or error
+            self._stopped = True
+        if self._stopped:
+            return
+        if self._ended == self._depth:
+            self._base_ns = completion.ended_ns
+        counted = self._ended - self._depth
+        if counted > 0 and counted % self._period == 0:
+            self._counted, self._last_ns = counted, completion.ended_ns
+            if completion.ended_ns >= self._stop_ns:
+                self._stopped = True
+                return
+        self._submit(completion.queue)
+
+
+class _Streams:
+    """Streams beside a chase: each on a queue of its own, busy for a share of its time; running once it is made."""
+
+    def __init__(self, rig: Rig, point: Point, window_ns: int) -> None:
+        subject = rig.subject
+        kernels = subject.kernels
+        assert kernels is not None
+        kind: Verb = "score" if point.load == "score" else "transfer"
+        executor = kernels if kind == "score" else subject.mover
+        nbytes = min(STREAM_NBYTES[kind], rig._pool_nbytes // 4)
+        stream = Point("sequential", kind, nbytes, nbytes, point.depth, point.read_fraction)
+        self._commands = rig._commands(stream, _PREPARED)
+        self._nbytes = nbytes
+        self._duty = point.duty
+        self._engine = subject.engine
+        self._clock = rig.clock
+        self._submitted = self._open = self._done = 0
+        self._stopped = False
+        self._error: Exception | None = None
+        queues = [queue for queue in executor.queues if queue != kernels.queues[0]][: point.depth]
+        for queue in queues:
+            self._submit(queue)
+        reached = self._clock.run_until(
+            lambda: self._done >= len(queues) or self._error is not None, self._clock.now() + DEADLINE_NS
+        )
+        if not reached:
+            raise Timeout(self._engine.info.name, "measure", f"no stream has moved anything after {DEADLINE_NS} ns")
+        self._begun_ns, self._begun = self._clock.now(), self._done
+
+    def stop(self) -> float:
+        """Let them end; returns bytes per second of the clock. Raises the first error of a stream."""
+        now, moved = self._clock.now(), (self._done - self._begun) * self._nbytes
+        self._stopped = True
+        self._clock.run_until(lambda: not self._open, now + DEADLINE_NS)
+        if self._error is not None:
+            raise self._error
+        return moved * 1e9 / max(now - self._begun_ns, 1)
+
+    def _submit(self, queue: int) -> None:
+        if self._stopped:
+            return
+        command = self._commands[self._submitted % len(self._commands)]
+        self._submitted += 1
+        self._open += 1
+        self._engine.submit(command, queue).on_done(self._end)
+
+    def _end(self, completion: Completion) -> None:
+        self._open -= 1
+        self._done += 1
+        try:
+            completion.result()
+        except Exception as error:
+            self._error = self._error or error
+            self._stopped = True
+            return
+        pause: Callable[[int], None] = self._submit
+        busy = completion.ended_ns - completion.submitted_ns
+        self._clock.call_at(self._clock.now() + round(busy * (1 / self._duty - 1)), pause, completion.queue)
+
+
+STREAM_NBYTES: dict[Verb, int] = {"transfer": 4 << 20, "score": 960 << 10}
+"""Bytes of one command of a stream. `score` stays below the mebibyte from which real kernels take every core."""
+
+
+def _period(read_fraction: float) -> int:
+    """After how many commands a mix of reads and writes repeats itself."""
+    return next(n for n in (1, 2, 4, 8, 100) if n == 100 or abs(read_fraction * n - round(read_fraction * n)) < 1e-9)

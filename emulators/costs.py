@@ -31,7 +31,7 @@ from tierloop.emulators.timing import FAR, NS, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
 LINE_NBYTES = 64
-_MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize"})
+_MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize", "chase"})
 """Kernels without floating-point operations to count."""
 
 

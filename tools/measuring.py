@@ -29,10 +29,11 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device
-from tierloop.devices.errors import ConfigurationError, Timeout
+from tierloop.devices.errors import Timeout
 from tierloop.devices.info import ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels import contract
 from tierloop.devices.regions import Region, Segment
+from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait, write_bytes
 
@@ -43,7 +44,7 @@ ROW_NBYTES = 1024
 """Bytes of a row that `score` reads: 4 bytes in 1,024 are written, so that it is all but a pure read."""
 DEADLINE_NS = 120_000_000_000
 """How long one window may last, in ns of the platform's clock."""
-_PREPARED = 2048
+_PREPARED, _PREPARED_PHANTOM = 2048, 16
 _FALLBACK_CACHE_NBYTES = 32 << 20
 
 Pattern = Literal["idle", "loaded", "sequential", "random"]
@@ -99,10 +100,15 @@ def size_text(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class Reading:
-    """One window: the value in the point's unit, and for loaded points the bytes/s that the streams moved meanwhile."""
+    """One window: the value in the point's unit, and for loaded points the bytes/s that the streams moved meanwhile.
+
+    `late` is which part of the time passed because the host was late: commands of an emulated device that overran, and
+    what the benchmark took to follow a command with the next. Of a real device both belong to it, and `late` is 0.
+    """
 
     value: float
     load_bytes_per_s: float = 0.0
+    late: float = 0.0
 
 
 def last_cache_nbytes(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
@@ -124,20 +130,29 @@ def usable_cores() -> int:
 
 @dataclass
 class Subject:
-    """A memory and the executors through which it is measured, on one clock.
+    """A memory and the executors through which it is measured, on one site.
 
     `owner` allocates in `memory`; commands go to `engine`: transfers to `mover`, kernels to `kernels` where there is
-    one. `dilation` is the σ by which the clock's times are too long, `invalid` what the site says of its promises.
+    one. `dilation` is the σ by which the clock's times are too long.
     """
 
-    clock: Clock
+    site: Site
     owner: Device
     memory: MemoryInfo
     engine: Device
     mover: ExecutorInfo
-    kernels: ExecutorInfo | None
-    dilation: int
-    invalid: list[str]
+    kernels: ExecutorInfo | None = None
+    dilation: int = 1
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of the site."""
+        return self.site.clock
+
+    @property
+    def promises(self) -> bool:
+        """Whether its times are promised and may be broken: an emulated device on the wall clock."""
+        return self.engine.info.provenance == "emulated" and not self.clock.virtual
 
     def offers(self, kernel: str) -> bool:
         """Whether the kernel can be measured on this memory."""
@@ -159,9 +174,7 @@ class Rig:
         self._random = np.random.default_rng(seed)
         self._regions: list[Region] = []
         self._cursor = 0
-        self._walked = 0
-        self._walk: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._chain: Region | None = None
+        self._walks: dict[int, _Walk] = {}
         self._sink: Region | None = None
         self._small: Region | None = None
         self._permutation: tuple[int, NDArray[np.int64]] = (0, np.empty(0, dtype=np.int64))
@@ -172,19 +185,23 @@ class Rig:
             self._host.view(np.float32)[:] = 1.0
             self._fill(self._pool)
 
-    def measure(self, point: Point, window_ns: int) -> Reading:
-        """Measure a point for about `window_ns` ns of the device's own time. Raises what the device raises."""
+    def measure(self, point: Point, window_ns: int, rounds: int = 1) -> Reading:
+        """Measure a point for about `window_ns` ns of the device's own time, and at least so many rounds.
+
+        Raises what the device raises.
+        """
         window_ns *= self.subject.dilation
         if point.verb == "chase":
             return self._chase(point, window_ns)
-        commands = self._commands(point, _PREPARED)
+        commands = self._commands(point)
         executor = self.subject.kernels if point.verb in ("score", "gather") else self.subject.mover
         assert executor is not None
         loop = _Loop(self.subject.engine, self.clock, commands, executor.queues, point.depth)
-        taken, ended = loop.run(window_ns, _period(point.read_fraction) if point.verb == "transfer" else 1)
+        taken, ended = loop.run(window_ns, rounds, _period(point.read_fraction) if point.verb == "transfer" else 1)
+        late = loop.late_ns / point.depth / taken if self.subject.promises else 0.0
         if point.unit == "latency_ns":
-            return Reading(taken / ended / self.subject.dilation)
-        return Reading(ended * point.nbytes * 1e9 * self.subject.dilation / taken)
+            return Reading(taken / ended / self.subject.dilation, late=late)
+        return Reading(ended * point.nbytes * 1e9 * self.subject.dilation / taken, late=late)
 
     def close(self) -> None:
         """Free the pools."""
@@ -209,9 +226,9 @@ class Rig:
     def _write(self, target: Segment, data: NDArray[np.uint8]) -> None:
         write_bytes(self.clock, self.subject.engine, target, data, self.subject.mover.queues[0])
 
-    def _commands(self, point: Point, most: int) -> list[Command]:
+    def _commands(self, point: Point) -> list[Command]:
         """Commands of a point over parts of the pools that were not touched for longest."""
-        count = max(1, min(self._pool_nbytes // point.nbytes, most))
+        count = max(1, min(self._pool_nbytes // point.nbytes, _PREPARED_PHANTOM if self._phantom else _PREPARED))
         if point.verb == "score":
             return [self._score(self._next(point.nbytes), point.nbytes) for _ in range(count)]
         if point.verb == "gather":
@@ -245,7 +262,8 @@ class Rig:
         """Spans at random places of the pool, each place once before any comes again."""
         places = self._pool_nbytes // point.span_nbytes
         if self._permutation[0] != point.span_nbytes:
-            order = self._random.permutation(places).astype(np.int64) * point.span_nbytes
+            order = np.arange(places) if self._phantom else self._random.permutation(places)
+            order = order.astype(np.int64) * point.span_nbytes
             self._permutation, self._permuted = (point.span_nbytes, order), 0
         count = point.nbytes // point.span_nbytes
         if self._permuted + count > places:
@@ -275,47 +293,60 @@ class Rig:
         streams = _Streams(self, point, window_ns) if point.pattern == "loaded" else None
         queue = kernels.queues[0]
         lines = point.nbytes // LINE_NBYTES
-        spent = walked = 0
+        spent = walked = late = 0
         begun = self.clock.now()
         while not walked or self.clock.now() - begun < window_ns:
             short, long = self._walk_lines(SHORT_WALK), self._walk_lines(lines)
-            spent += self._timed(long, queue) - self._timed(short, queue)
+            (first, first_late), (second, second_late) = self._timed(long, queue), self._timed(short, queue)
+            spent += first - second
+            late += first_late + second_late
             walked += lines - SHORT_WALK
         load = streams.stop() if streams is not None else 0.0
-        return Reading(max(spent, 1) / walked / self.subject.dilation, load * self.subject.dilation)
+        spent = max(spent, 1)
+        value = spent / walked / self.subject.dilation
+        return Reading(value, load * self.subject.dilation, late / spent if self.subject.promises else 0.0)
 
-    def _timed(self, command: Command, queue: int) -> int:
+    def _timed(self, command: Command, queue: int) -> tuple[int, int]:
+        """How long a command took from its start on, and by how much that was too long."""
         completion = self.subject.engine.submit(command, queue)
         wait(self.clock, completion, self.clock.now() + DEADLINE_NS)
-        return completion.ended_ns - completion.submitted_ns
+        return completion.ended_ns - completion.started_ns, completion.overrun_ns
 
     def _walk_lines(self, count: int) -> Command:
-        """A chase over lines that were not read for longest."""
-        if self._chain is None:
-            self._make_chain()
-        assert self._chain is not None
-        if count > len(self._walk):
-            raise ConfigurationError(f"a walk of {count} lines does not fit a pool of {self._pool_nbytes} bytes")
-        if self._walked + count > len(self._walk):
-            self._walked = 0
-        spans = Spans.equal(self._walk[self._walked : self._walked + count], LINE_NBYTES)
-        self._walked += count
-        return Launch(contract.Chase(), ((Segment(self._chain, spans),),), ((self._chain.at(self._end_at, 8),),))
+        """A chase over `count` lines that were not read for longest."""
+        if count not in self._walks:
+            self._walks[count] = self._make_walk(count)
+        walk = self._walks[count]
+        offsets = walk.offsets[walk.taken : walk.taken + count]
+        walk.taken = (walk.taken + count) % len(walk.offsets)
+        spans = Spans.equal(offsets, LINE_NBYTES)
+        return Launch(contract.Chase(), ((Segment(walk.region, spans),),), ((walk.region.at(walk.end, 8),),))
 
-    def _make_chain(self) -> None:
-        """All lines of a region in a random cycle: the first int64 of each is the offset of the next."""
-        lines = self._pool_nbytes // LINE_NBYTES
-        self._chain = self._alloc((lines + 1) * LINE_NBYTES)
-        self._end_at = lines * LINE_NBYTES
-        self._walk = self._random.permutation(lines).astype(np.int64) * LINE_NBYTES
+    def _make_walk(self, count: int) -> _Walk:
+        """A region whose lines, in random order, are walks of `count` lines end to end: each says which comes next."""
+        lines = (self._pool_nbytes if count > SHORT_WALK else self._pool_nbytes // 4) // LINE_NBYTES
+        lines -= lines % count
+        region = self._alloc((lines + 1) * LINE_NBYTES)
+        offsets = self._random.permutation(lines).astype(np.int64) * LINE_NBYTES
         if not self._phantom:
             table = np.zeros((lines, LINE_NBYTES // 8), dtype=np.int64)
-            table[self._walk // LINE_NBYTES, 0] = np.roll(self._walk, -1)
+            table[offsets // LINE_NBYTES, 0] = (np.arange(lines) + 1) % count
             data = table.reshape(-1).view(np.uint8)
             piece = 4 << 20
             for offset in range(0, len(data), piece):
                 part = data[offset : offset + piece]
-                self._write(self._chain.at(offset, len(part)), part)
+                self._write(region.at(offset, len(part)), part)
+        return _Walk(region, offsets, lines * LINE_NBYTES)
+
+
+@dataclass
+class _Walk:
+    """Lines of a region in the order in which they are read, `taken` of them already; its result lies at `end`."""
+
+    region: Region
+    offsets: NDArray[np.int64]
+    end: int
+    taken: int = 0
 
 
 class _Loop:
@@ -333,14 +364,15 @@ class _Loop:
         self._base_ns = self._last_ns = 0
         self._counted = 0
         self._stop_ns = 0
-        self._period = 1
+        self._period = self._least = 1
         self._stopped = False
         self._error: Exception | None = None
+        self.late_ns = 0
 
-    def run(self, window_ns: int, period: int) -> tuple[int, int]:
+    def run(self, window_ns: int, rounds: int, period: int) -> tuple[int, int]:
         """(ns, commands that ended in them): whole rounds of depth × `period` commands, after a first one."""
-        round_ = math.lcm(self._depth, period)
-        self._period = round_
+        self._period = math.lcm(self._depth, period)
+        self._least = rounds * self._period
         self._stop_ns = self._clock.now() + window_ns
         for number in range(self._depth):
             self._submit(self._queues[number % len(self._queues)])
@@ -368,13 +400,17 @@ class _Loop:
             return
         if self._ended == self._depth:
             self._base_ns = completion.ended_ns
+            self.late_ns = 0
+        self.late_ns += completion.overrun_ns
         counted = self._ended - self._depth
         if counted > 0 and counted % self._period == 0:
             self._counted, self._last_ns = counted, completion.ended_ns
-            if completion.ended_ns >= self._stop_ns:
+            if completion.ended_ns >= self._stop_ns and counted >= self._least:
                 self._stopped = True
                 return
         self._submit(completion.queue)
+        if self._depth <= len(self._queues):
+            self.late_ns += self._clock.now() - completion.ended_ns
 
 
 class _Streams:
@@ -388,7 +424,7 @@ class _Streams:
         executor = kernels if kind == "score" else subject.mover
         nbytes = min(STREAM_NBYTES[kind], rig._pool_nbytes // 4)
         stream = Point("sequential", kind, nbytes, nbytes, point.depth, point.read_fraction)
-        self._commands = rig._commands(stream, _PREPARED)
+        self._commands = rig._commands(stream)
         self._nbytes = nbytes
         self._duty = point.duty
         self._engine = subject.engine

@@ -19,25 +19,40 @@ from typing import Any
 
 import numpy as np
 
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, Unsupported
 from tierloop.tools.measuring import Point, Reading, Rig
 from tierloop.tools.measuring_plan import Plan
 from tierloop.tools.output import OutputError
 
 VERSION = 1
 """Of the benchmark: points of another version are not comparable."""
+LATE_LIMIT = 0.01
+"""Which part of a window may have passed because the host was late."""
+ROUNDS = 3
+"""Every window has at least so many rounds of commands, however short it is."""
 _RESAMPLES = 2000
 _LARGEST_JOURNAL = 64 << 20
 
 
 @dataclass
 class Measured:
-    """A point and what its passes gave; `invalid` says why the numbers mean nothing, "" if they do."""
+    """A point and what its passes gave.
+
+    `rejected` are values of runs that were invalid, `refused` why the device cannot do it at all, `reason` why the last
+    of these happened.
+    """
 
     point: Point
     tries: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
-    invalid: str = ""
+    rejected: list[float] = field(default_factory=list)
+    refused: str = ""
+    reason: str = ""
+
+    @property
+    def valid(self) -> bool:
+        """Whether there is a value."""
+        return bool(self.tries)
 
     @property
     def value(self) -> float:
@@ -167,40 +182,46 @@ def measure(
 ) -> list[Measured]:
     """Measure all points of a plan; what the journal has is not measured again.
 
-    Between points, reasons that the site gives for not believing a run are put to the point that was under way.
+    A window is left out if the site says that it must not be believed, or if the host was late for more than
+    `LATE_LIMIT` of it; the point then rests on its other passes, or has no value.
     """
     measured = [Measured(point) for point in plan.points]
     known = dict(journal.done) if journal is not None else {}
-    total = plan.passes * len(plan.points)
-    done = 0
+    count = len(plan.points)
     for pass_number in range(plan.passes):
-        for number in _order(plan, pass_number):
+        for done, number in enumerate(_order(plan, pass_number), 1):
+            one = measured[number]
             reading = known.get((pass_number, number))
             if reading is None:
-                reading, invalid = _valid_reading(rig, plan, number)
-                if invalid:
-                    measured[number].invalid = invalid
-                elif journal is not None:
+                if one.refused:
+                    continue
+                reading = _reading(rig, plan, one)
+                if reading is not None and journal is not None:
                     journal.add(pass_number, number, reading)
-            measured[number].tries.append(reading.value)
-            if plan.points[number].pattern == "loaded":
-                measured[number].loads.append(reading.load_bytes_per_s)
-            done += 1
-            advance(f"pass {pass_number + 1} of {plan.passes}", number_in(done, len(plan.points)), len(plan.points))
-    assert done == total
+            if reading is not None:
+                one.tries.append(reading.value)
+                one.loads.append(reading.load_bytes_per_s)
+            advance(f"pass {pass_number + 1} of {plan.passes}", done, count)
     return measured
 
 
-def number_in(done: int, points: int) -> int:
-    """How many points of the present pass are done."""
-    return (done - 1) % points + 1
-
-
-def _valid_reading(rig: Rig, plan: Plan, number: int) -> tuple[Reading, str]:
-    """Measure a point once, and why the reading means nothing, if it does."""
-    rig.subject.restart()
-    reading = rig.measure(plan.points[number], plan.window_ns)
-    return reading, "; ".join(rig.subject.invalid)
+def _reading(rig: Rig, plan: Plan, one: Measured) -> Reading | None:
+    """Measure a point once; None, with the reason, if that means nothing or the device refuses it."""
+    site = rig.subject.site
+    for restart in site.restarts:
+        restart()
+    try:
+        tries = [rig.measure(one.point, plan.window_ns, ROUNDS) for _ in range(plan.windows)]
+    except Unsupported as error:
+        one.refused = one.reason = str(error)
+        return None
+    best = min if one.point.unit == "latency_ns" else max
+    reading = best(tries, key=lambda reading: reading.value)
+    if site.invalid or reading.late > LATE_LIMIT:
+        one.reason = "; ".join(site.invalid) or f"the host was late for {reading.late:.1%} of the time"
+        one.rejected.append(reading.value)
+        return None
+    return reading
 
 
 def _order(plan: Plan, pass_number: int) -> Iterable[int]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -17,11 +16,9 @@ from tierloop.tools.console import Results, progress, results, say
 from tierloop.tools.output import prepare_file, write_files
 
 if TYPE_CHECKING:
-    from tierloop.tools.calibrating import Fit
-    from tierloop.tools.calibrating_profile import Shape
-    from tierloop.tools.measuring import Subject
-    from tierloop.tools.measuring_passes import Measured
-    from tierloop.tools.measuring_plan import Plan
+    from tierloop.tools.calibration import Calibration
+
+INVALID = 3
 
 
 def calibrate(
@@ -75,25 +72,15 @@ def calibrate(
         raise typer.Exit(INVALID)
 
 
-INVALID = 3
-
-
 def machine() -> str:
     """The name of this machine's processor, and how many of its cores the process may use."""
+    from tierloop.runtime.manifest import cpu_model
     from tierloop.tools.measuring import usable_cores
 
-    name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return f"{name}, {usable_cores()} cores"
+    return f"{cpu_model()}, {usable_cores()} cores"
 
 
-def _show(shown: Results, found: Any) -> None:
+def _show(shown: Results, found: Calibration) -> None:
     table = Table(title=f"constants of {found.device}", title_justify="left", header_style="bold")
     for heading in ("constant", "value", "95 % confidence interval"):
         table.add_column(heading, justify="left" if heading == "constant" else "right")

@@ -174,7 +174,9 @@ def _start(shape: Shape, used: Sequence[Measured]) -> dict[str, float | None]:
     walked = any(one.point.verb == "chase" for one in used)
     latency = max(idle.get(1.0, 1.0), 1.0)
     alone = sorted(
-        ((one.point.nbytes, one.point.nbytes / one.value * 1e9) for one in transfers if one.point.depth == 1),
+        (one.point.nbytes, one.point.nbytes / one.value * 1e9)
+        for one in transfers
+        if one.point.depth == 1 and one.point.read_fraction == 1.0
     )
     smallest = min((one.point.nbytes for one in transfers), default=1)
     fastest = max((one.value for one in transfers), default=1e9)

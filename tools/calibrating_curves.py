@@ -7,8 +7,8 @@ and ends at the memory's cap for that mix of reads and writes, which the streams
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -16,12 +16,14 @@ from tierloop.tools.calibrating_profile import Curve
 from tierloop.tools.measuring import LINE_NBYTES
 from tierloop.tools.measuring_passes import Measured
 
+_FLAT = 1.02
+"""Latencies that rise by no more than this are those of a memory whose latency does not depend on its load."""
 _APART = 1.02
 """Rates of neighbouring points of a curve differ by at least this factor."""
 
 
 def curves(measured: Sequence[Measured], constants: Mapping[str, float | None], self_hosted: bool = True) -> list[Curve]:
-    """A curve for each read fraction at which there are loaded points; none if there are no such points.
+    """A curve for each read fraction at which there are loaded points; none if load changes no latency.
 
     `self_hosted` says that host buffers of transfers lie in the memory itself: half of what it moves is then written.
     """
@@ -36,7 +38,7 @@ def curves(measured: Sequence[Measured], constants: Mapping[str, float | None], 
             fraction = 1.0 if one.point.load == "score" else 0.5 if twice else one.point.read_fraction
             rate = one.load * (2 if twice else 1) + LINE_NBYTES * 1e9 / one.value
             groups[fraction].append((rate, one.value))
-    if not groups:
+    if all(latency <= _FLAT * idle for points in groups.values() for _, latency in points):
         return []
     # Without a curve at either end the memory would have no rate of its own for pure reads.
     groups.setdefault(1.0, [])

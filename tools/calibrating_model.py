@@ -86,10 +86,9 @@ def predict(profile: str, points: Sequence[Point], byte_addressable: bool, rate:
     """What the benchmark would say of a profile: one reading for each point, None where the device refuses it."""
     with emulate(profile, byte_addressable, rate, "virtual") as emulation:
         rig = Rig(emulation.subject, model_pool(points))
-        try:
-            return [_reading(rig, point) for point in points]
-        finally:
-            rig.close()
+        readings = [_reading(rig, point) for point in points]
+        rig.close()
+        return readings
 
 
 def model_pool(points: Sequence[Point]) -> int:

@@ -37,6 +37,7 @@ from tierloop.devices.errors import (
 )
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
+from tierloop.tools.calibrate import calibrate
 from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
@@ -62,6 +63,7 @@ for command, name in (
     (demo, "demo"),
     (listing, "list"),
     (conformance, "conformance"),
+    (calibrate, "calibrate"),
 ):
     app.command(name)(command)
 

@@ -293,18 +293,19 @@ class Rig:
         streams = _Streams(self, point, window_ns) if point.pattern == "loaded" else None
         queue = kernels.queues[0]
         lines = point.nbytes // LINE_NBYTES
-        spent = walked = late = 0
+        times: dict[int, list[int]] = {lines: [], SHORT_WALK: []}
+        late = 0
         begun = self.clock.now()
-        while not walked or self.clock.now() - begun < window_ns:
-            short, long = self._walk_lines(SHORT_WALK), self._walk_lines(lines)
-            (first, first_late), (second, second_late) = self._timed(long, queue), self._timed(short, queue)
-            spent += first - second
-            late += first_late + second_late
-            walked += lines - SHORT_WALK
+        while not times[SHORT_WALK] or self.clock.now() - begun < window_ns:
+            for count, taken in times.items():
+                ns, late_ns = self._timed(self._walk_lines(count), queue)
+                taken.append(ns)
+                late += late_ns
         load = streams.stop() if streams is not None else 0.0
-        spent = max(spent, 1)
-        value = spent / walked / self.subject.dilation
-        return Reading(value, load * self.subject.dilation, late / spent if self.subject.promises else 0.0)
+        difference = max(float(np.median(times[lines]) - np.median(times[SHORT_WALK])), 1.0)
+        value = difference / (lines - SHORT_WALK) / self.subject.dilation
+        late_part = late / sum(times[lines]) if self.subject.promises else 0.0
+        return Reading(value, load * self.subject.dilation, late_part)
 
     def _timed(self, command: Command, queue: int) -> tuple[int, int]:
         """How long a command took from its start on, and by how much that was too long."""

@@ -6,12 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.tools.measuring import LINE_NBYTES, ROW_NBYTES, STREAM_NBYTES, Point, Subject, last_cache_nbytes
+from tierloop.tools.measuring import LINE_NBYTES, STREAM_NBYTES, Point, Subject, last_cache_nbytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
-_WALK_NBYTES = 1 << 20
-"""A long walk: 16,384 lines, about 2 ms of a DRAM."""
+_WALK_NBYTES = 4 << 20
+"""A long walk: 65,536 lines, about 8 ms of a DRAM, so that it meets several commands of a stream beside it."""
 VIRTUAL_WINDOW_NS = 100_000
+_GATHER_NBYTES = 960 << 10
+"""Below the mebibyte from which real kernels take every core: parallelism of accesses belongs to one command."""
 _SMALLEST_POOL = 1 << 20
 
 
@@ -96,8 +98,9 @@ def _on_memory(subject: Subject, quick: bool, streams: int) -> list[Point]:
         size = 16 * _MIB
         points += [Point("sequential", "score", size, size, depth) for depth in (1, 2)]
     if subject.offers("gather"):
-        spans = (LINE_NBYTES, 256, 4 * _KIB) if quick else (LINE_NBYTES, 256, ROW_NBYTES, 4 * _KIB)
-        points += [Point("random", "gather", span, 4 * _MIB, depth) for span in spans for depth in (1, 2)]
+        spans = (LINE_NBYTES, 256) if quick else (LINE_NBYTES, 256, _KIB)
+        points += [Point("random", "gather", span, _GATHER_NBYTES, depth) for span in spans for depth in (1, 2)]
+        points += [Point("random", "transfer", 4 * _KIB, _MIB, depth) for depth in (1, 2)]
     else:
         points += [Point("random", "transfer", span, _MIB, depth) for span in (64, 256, 4 * _KIB) for depth in (1, 2)]
     if subject.offers("chase"):

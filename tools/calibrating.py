@@ -61,7 +61,7 @@ Advance = Callable[[str, int, int], None]
 def fit(shape: Shape, measured: Sequence[Measured], advance: Advance = lambda stage, done, total: None) -> Fit:
     """Fit the constants of a device to its points; loaded points come later (calibrating_curves.py)."""
     used = [one for one in measured if one.valid and one.point.pattern != "loaded"]
-    model = Model(shape, [one.point for one in used])
+    model = Model(shape, [one.point for one in used], [one.host_ns for one in used])
     wanted = np.array([one.value for one in used])
     constants = _start(shape, used)
     names = [name for name, value in constants.items() if value is not None]

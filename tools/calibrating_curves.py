@@ -22,7 +22,9 @@ _APART = 1.02
 """Rates of neighbouring points of a curve differ by at least this factor."""
 
 
-def curves(measured: Sequence[Measured], constants: Mapping[str, float | None], self_hosted: bool = True) -> list[Curve]:
+def curves(
+    measured: Sequence[Measured], constants: Mapping[str, float | None], self_hosted: bool = True
+) -> list[Curve]:
     """A curve for each read fraction at which there are loaded points; none if load changes no latency.
 
     `self_hosted` says that host buffers of transfers lie in the memory itself: half of what it moves is then written.

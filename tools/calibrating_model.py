@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from tierloop.devices.device import Device
 from tierloop.devices.errors import Unsupported
-from tierloop.devices.info import ExecutorInfo
 from tierloop.devices.registry import ClockKind, open_platform
 from tierloop.tools.calibrating_profile import Curve, Shape, profile_text
 from tierloop.tools.measuring import Point, Reading, Rig, Subject
@@ -61,6 +61,7 @@ class Emulation:
     """An open platform of one calibrated device, and the device as a subject."""
 
     subject: Subject
+    devices: list[Device]
     closing: ExitStack
 
     def __enter__(self) -> Emulation:
@@ -78,15 +79,18 @@ def emulate(
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="tierloop-")))
         path = write_platform(folder, profile, byte_addressable, rate)
         platform = undo.enter_context(open_platform(path, clock=clock, dilation=dilation))
-        return Emulation(of_platform(platform, DEVICE), undo.pop_all())
+        return Emulation(of_platform(platform, DEVICE), list(platform.devices.values()), undo.pop_all())
     raise AssertionError("an exit stack swallows nothing")
 
 
-def predict(profile: str, points: Sequence[Point], byte_addressable: bool, rate: int) -> list[Reading | None]:
+def predict(
+    profile: str, points: Sequence[Point], byte_addressable: bool, rate: int, host_ns: Sequence[int] = ()
+) -> list[Reading | None]:
     """What the benchmark would say of a profile: one reading for each point, None where the device refuses it."""
     with emulate(profile, byte_addressable, rate, "virtual") as emulation:
         rig = Rig(emulation.subject, model_pool(points))
-        readings = [_reading(rig, point) for point in points]
+        takes = host_ns or [0] * len(points)
+        readings = [_reading(rig, point, take) for point, take in zip(points, takes, strict=True)]
         rig.close()
         return readings
 
@@ -96,9 +100,9 @@ def model_pool(points: Sequence[Point]) -> int:
     return max([MODEL_POOL_NBYTES, *(point.nbytes for point in points)])
 
 
-def _reading(rig: Rig, point: Point) -> Reading | None:
+def _reading(rig: Rig, point: Point, host_ns: int) -> Reading | None:
     try:
-        return rig.measure(point, VIRTUAL_WINDOW_NS, ROUNDS)
+        return rig.measure(point, VIRTUAL_WINDOW_NS, ROUNDS, host_ns)
     except Unsupported:
         return None
 
@@ -106,8 +110,9 @@ def _reading(rig: Rig, point: Point) -> Reading | None:
 class Model:
     """What a device of a known shape would measure at given points, for any constants."""
 
-    def __init__(self, shape: Shape, points: Sequence[Point]) -> None:
+    def __init__(self, shape: Shape, points: Sequence[Point], host_ns: Sequence[int] = ()) -> None:
         self.shape = shape
+        self.host_ns = host_ns
         self.points = tuple(points)
         self.evaluations = 0
 
@@ -116,12 +121,4 @@ class Model:
         rates = [constants.get("read_bytes_per_s"), constants.get("write_bytes_per_s")]
         rate = round(max(rate for rate in rates if rate))
         text = profile_text(self.shape, constants, curves)
-        return predict(text, self.points, self.shape.byte_addressable, rate)
-
-
-def executors_of(subject: Subject) -> list[ExecutorInfo]:
-    """The executors that a profile of the subject has: the one that moves, and the one with kernels if it is another."""
-    found = [subject.mover]
-    if subject.kernels is not None and subject.kernels.name != subject.mover.name:
-        found.append(subject.kernels)
-    return found
+        return predict(text, self.points, self.shape.byte_addressable, rate, self.host_ns)

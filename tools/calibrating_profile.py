@@ -112,7 +112,13 @@ def point_json(one: Measured) -> dict[str, Any]:
     found = {**one.point.to_json(), one.point.unit: _digits(one.value)}
     if one.point.pattern == "loaded":
         found["load_bytes_per_s"] = _digits(one.load)
-    return {**found, "ci95_low": _digits(low), "ci95_high": _digits(high), "tries": len(one.tries)}
+    return {
+        **found,
+        "ci95_low": _digits(low),
+        "ci95_high": _digits(high),
+        "tries": len(one.tries),
+        "host_ns": one.host_ns,
+    }
 
 
 class _Writer:
@@ -164,7 +170,10 @@ def _executor(executor: ExecutorInfo, write: _Writer) -> list[str]:
         lines += write.constant(key, RATES, name)
     lines += write.table("mlp_lines", name)
     if executor.kernels:
-        lines += [f"kernels = {value_text(sorted(executor.kernels))}", f"dtypes = {value_text(sorted(executor.dtypes))}"]
+        lines += [
+            f"kernels = {value_text(sorted(executor.kernels))}",
+            f"dtypes = {value_text(sorted(executor.dtypes))}",
+        ]
         lines.append(write.given("flops_per_s", '"unknown"', "measured: not; the benchmark only moves bytes"))
     return lines
 

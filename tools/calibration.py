@@ -80,9 +80,7 @@ class Calibration:
                 for one in self.measured
                 if one.valid
             ],
-            "invalid_points": [
-                {**one.point.to_json(), "reason": one.reason} for one in self.measured if not one.valid
-            ],
+            "invalid_points": [{**one.point.to_json(), "reason": one.reason} for one in self.measured if not one.valid],
             "notes": self.fit.notes,
         }
 

@@ -45,6 +45,7 @@ from tierloop.tools.doctor import doctor
 from tierloop.tools.listing import listing
 from tierloop.tools.output import OutputError
 from tierloop.tools.run import run
+from tierloop.tools.verify import verify
 
 GOOD, FAILED, WRONG_INPUT, INVALID = 0, 1, 2, 3
 
@@ -64,6 +65,7 @@ for command, name in (
     (listing, "list"),
     (conformance, "conformance"),
     (calibrate, "calibrate"),
+    (verify, "verify"),
 ):
     app.command(name)(command)
 

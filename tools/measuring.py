@@ -3,14 +3,18 @@
 `calibrate` measures a device with it, `verify` the device's emulation, and the fit the timing model on the virtual
 clock: what is compared was measured in the same way.
 
-- A *transfer* point keeps `depth` commands in flight over the executor's queues; whatever ends is replaced at once. It
-  counts whole rounds, from the moment at which the first round has ended, so neither the start nor the end is in it.
+- A *transfer* point keeps `depth` commands in flight over the executor's queues; whatever ends is replaced. It counts
+  whole rounds, from the moment at which the first round has ended, so neither the start nor the end is in it.
 - A *chase* point reads lines of which each says where the next one is, a short and a long walk in turn: the difference
   of their times over the difference of their lengths is the time of one access, without what a command costs.
 - A *loaded* point does the same while other queues stream, each busy for a share `duty` of its time.
 
 Everything is cold: regions and host buffers are walked through in pools several times as large as the last cache, and
 a walk never meets a line that it has read not long ago. Values are those of the device, scaled back by its dilation.
+
+What the benchmark itself takes between the end of a command and the next one belongs to the consumer, not to the
+device. It is measured on a real device (`host_ns`) and repeated on an emulated one: with all times stretched by σ, so
+is that one, and on the virtual clock, where nothing else takes time, it is waited for.
 """
 
 from __future__ import annotations
@@ -103,12 +107,13 @@ class Reading:
     """One window: the value in the point's unit, and for loaded points the bytes/s that the streams moved meanwhile.
 
     `late` is which part of the time passed because the host was late: commands of an emulated device that overran, and
-    what the benchmark took to follow a command with the next. Of a real device both belong to it, and `late` is 0.
+    what the benchmark took for itself beyond `host_ns`; 0 for a real device. `host_ns` is what it took on a real one.
     """
 
     value: float
     load_bytes_per_s: float = 0.0
     late: float = 0.0
+    host_ns: int = 0
 
 
 def last_cache_nbytes(cpu: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
@@ -185,23 +190,30 @@ class Rig:
             self._host.view(np.float32)[:] = 1.0
             self._fill(self._pool)
 
-    def measure(self, point: Point, window_ns: int, rounds: int = 1) -> Reading:
+    def measure(self, point: Point, window_ns: int, rounds: int = 1, host_ns: int = 0) -> Reading:
         """Measure a point for about `window_ns` ns of the device's own time, and at least so many rounds.
 
-        Raises what the device raises.
+        `host_ns` is what the benchmark takes for itself after each command, repeated for emulated devices. Raises what
+        the device raises.
         """
         window_ns *= self.subject.dilation
+        host_ns *= self.subject.dilation if self.subject.engine.info.provenance == "emulated" else 0
         if point.verb == "chase":
             return self._chase(point, window_ns)
         commands = self._commands(point)
         executor = self.subject.kernels if point.verb in ("score", "gather") else self.subject.mover
         assert executor is not None
-        loop = _Loop(self.subject.engine, self.clock, commands, executor.queues, point.depth)
-        taken, ended = loop.run(window_ns, rounds, _period(point.read_fraction) if point.verb == "transfer" else 1)
-        late = loop.late_ns / point.depth / taken if self.subject.promises else 0.0
+        loop = _Loop(self.subject.engine, self.clock, commands, executor.queues, point.depth, host_ns)
+        loop.run(window_ns, rounds, _period(point.read_fraction) if point.verb == "transfer" else 1)
+        sigma = self.subject.dilation
+        late, gap_ns = 0.0, 0
+        if self.subject.promises:
+            late = loop.late_ns / point.depth / loop.taken_ns
+        elif not self._phantom:
+            gap_ns = round(float(np.median(loop.gaps)))
         if point.unit == "latency_ns":
-            return Reading(taken / ended / self.subject.dilation, late=late)
-        return Reading(ended * point.nbytes * 1e9 * self.subject.dilation / taken, late=late)
+            return Reading(loop.spent_ns / loop.counted / sigma, 0.0, late, gap_ns)
+        return Reading(loop.counted * point.nbytes * 1e9 * sigma / loop.taken_ns, 0.0, late, gap_ns)
 
     def close(self) -> None:
         """Free the pools."""
@@ -351,43 +363,56 @@ class _Walk:
 
 
 class _Loop:
-    """Keeps a number of commands in flight, over the queues in turn."""
+    """Keeps a number of commands in flight, over the queues in turn.
+
+    After `run`: `counted` commands ended in `taken_ns`; `spent_ns` is the sum of what each took from its submission on,
+    `late_ns` of what the host was late for each, and `gaps` holds the ns between an end and the next command.
+    """
 
     def __init__(
-        self, engine: Device, clock: Clock, commands: list[Command], queues: tuple[int, ...], depth: int
+        self,
+        engine: Device,
+        clock: Clock,
+        commands: list[Command],
+        queues: tuple[int, ...],
+        depth: int,
+        host_ns: int,
     ) -> None:
         self._engine = engine
         self._clock = clock
         self._commands = commands
         self._queues = queues
         self._depth = depth
-        self._submitted = self._open = self._ended = 0
-        self._base_ns = self._last_ns = 0
-        self._counted = 0
-        self._stop_ns = 0
+        self._host_ns = host_ns
+        self._submitted = self._open = self._waiting = self._ended = 0
+        self._base_ns = self._stop_ns = self._spent_ns = self._late_ns = 0
         self._period = self._least = 1
         self._stopped = False
         self._error: Exception | None = None
-        self.late_ns = 0
+        self.counted = 0
+        self.taken_ns = 1
+        self.spent_ns = self.late_ns = 0
+        self.gaps: list[int] = []
 
-    def run(self, window_ns: int, rounds: int, period: int) -> tuple[int, int]:
-        """(ns, commands that ended in them): whole rounds of depth × `period` commands, after a first one."""
+    def run(self, window_ns: int, rounds: int, period: int) -> None:
+        """Count whole rounds of depth × `period` commands, after a first round; raises the first error."""
         self._period = math.lcm(self._depth, period)
         self._least = rounds * self._period
         self._stop_ns = self._clock.now() + window_ns
         for number in range(self._depth):
             self._submit(self._queues[number % len(self._queues)])
-        if not self._clock.run_until(lambda: not self._open, self._stop_ns + DEADLINE_NS):
+        if not self._clock.run_until(lambda: not self._open and not self._waiting, self._stop_ns + DEADLINE_NS):
             raise Timeout(self._engine.info.name, "measure", f"{self._open} commands are open after {DEADLINE_NS} ns")
         if self._error is not None:
             raise self._error
-        return max(self._last_ns - self._base_ns, 1), self._counted
 
-    def _submit(self, queue: int) -> None:
+    def _submit(self, queue: int) -> Completion:
         command = self._commands[self._submitted % len(self._commands)]
         self._submitted += 1
         self._open += 1
-        self._engine.submit(command, queue).on_done(self._end)
+        completion = self._engine.submit(command, queue)
+        completion.on_done(self._end)
+        return completion
 
     def _end(self, completion: Completion) -> None:
         self._open -= 1
@@ -399,19 +424,33 @@ class _Loop:
             self._stopped = True
         if self._stopped:
             return
-        if self._ended == self._depth:
+        if self._ended > self._depth:
+            self._spent_ns += completion.ended_ns - completion.submitted_ns
+            self._late_ns += completion.overrun_ns
+            counted = self._ended - self._depth
+            if counted % self._period == 0:
+                self.counted, self.taken_ns = counted, max(completion.ended_ns - self._base_ns, 1)
+                self.spent_ns, self.late_ns = self._spent_ns, self._late_ns
+                if completion.ended_ns >= self._stop_ns and counted >= self._least:
+                    self._stopped = True
+                    return
+        elif self._ended == self._depth:
             self._base_ns = completion.ended_ns
-            self.late_ns = 0
-        self.late_ns += completion.overrun_ns
-        counted = self._ended - self._depth
-        if counted > 0 and counted % self._period == 0:
-            self._counted, self._last_ns = counted, completion.ended_ns
-            if completion.ended_ns >= self._stop_ns and counted >= self._least:
-                self._stopped = True
-                return
-        self._submit(completion.queue)
-        if self._depth <= len(self._queues):
-            self.late_ns += self._clock.now() - completion.ended_ns
+        due = completion.ended_ns + self._host_ns
+        if self._host_ns and self._clock.now() < due:
+            self._waiting += 1
+            self._clock.call_at(due, self._follow, completion.queue, completion.ended_ns)
+        else:
+            self._follow(completion.queue, completion.ended_ns)
+
+    def _follow(self, queue: int, ended_ns: int) -> None:
+        self._waiting = max(self._waiting - 1, 0)
+        if self._stopped:
+            return
+        gap = self._submit(queue).submitted_ns - ended_ns
+        self.gaps.append(gap)
+        if self._depth <= len(self._queues):  # else other commands of the queue run meanwhile
+            self._late_ns += max(gap - self._host_ns, 0)
 
 
 class _Streams:

@@ -45,6 +45,7 @@ class Measured:
     point: Point
     tries: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
+    hosts: list[int] = field(default_factory=list)
     rejected: list[float] = field(default_factory=list)
     refused: str = ""
     reason: str = ""
@@ -63,6 +64,11 @@ class Measured:
     def load(self) -> float:
         """Median bytes/s of the streams beside a loaded chase."""
         return float(np.median(self.loads)) if self.loads else 0.0
+
+    @property
+    def host_ns(self) -> int:
+        """What the benchmark took for itself per command: the median of the passes."""
+        return round(float(np.median(self.hosts))) if self.hosts else 0
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -108,8 +114,8 @@ class Journal:
     def add(self, pass_number: int, point_number: int, reading: Reading) -> None:
         """Remember a reading, on the medium when this returns. Raises OutputError."""
         self.done[pass_number, point_number] = reading
-        row = {"pass": pass_number, "point": point_number, "value": reading.value, "load": reading.load_bytes_per_s}
-        self._write(row)
+        value, load, host = reading.value, reading.load_bytes_per_s, reading.host_ns
+        self._write({"pass": pass_number, "point": point_number, "value": value, "load": load, "host_ns": host})
 
     def close(self) -> None:
         """Close the file and leave it."""
@@ -151,7 +157,7 @@ class Journal:
             row = self._row(line, number)
             try:
                 key = int(row["pass"]), int(row["point"])
-                reading = Reading(float(row["value"]), float(row["load"]))
+                reading = Reading(float(row["value"]), float(row["load"]), 0.0, int(row["host_ns"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigurationError(f"{self.file}: line {number}: {error!r}; remove the journal") from error
             if not (0 <= key[1] < points and key[0] >= 0 and np.isfinite(reading.value) and reading.value > 0):
@@ -179,11 +185,14 @@ def measure(
     plan: Plan,
     advance: Callable[[str, int, int], None] = lambda stage, done, total: None,
     journal: Journal | None = None,
+    late_limit: float = LATE_LIMIT,
+    host_ns: Sequence[int] = (),
 ) -> list[Measured]:
     """Measure all points of a plan; what the journal has is not measured again.
 
     A window is left out if the site says that it must not be believed, or if the host was late for more than
-    `LATE_LIMIT` of it; the point then rests on its other passes, or has no value.
+    `late_limit` of it; the point then rests on its other passes, or has no value. `host_ns` is what the benchmark takes
+    for itself at each point.
     """
     measured = [Measured(point) for point in plan.points]
     known = dict(journal.done) if journal is not None else {}
@@ -195,29 +204,30 @@ def measure(
             if reading is None:
                 if one.refused:
                     continue
-                reading = _reading(rig, plan, one)
+                reading = _reading(rig, plan, one, late_limit, host_ns[number] if host_ns else 0)
                 if reading is not None and journal is not None:
                     journal.add(pass_number, number, reading)
             if reading is not None:
                 one.tries.append(reading.value)
                 one.loads.append(reading.load_bytes_per_s)
+                one.hosts.append(reading.host_ns)
             advance(f"pass {pass_number + 1} of {plan.passes}", done, count)
     return measured
 
 
-def _reading(rig: Rig, plan: Plan, one: Measured) -> Reading | None:
+def _reading(rig: Rig, plan: Plan, one: Measured, late_limit: float, host_ns: int) -> Reading | None:
     """Measure a point once; None, with the reason, if that means nothing or the device refuses it."""
     site = rig.subject.site
     for restart in site.restarts:
         restart()
     try:
-        tries = [rig.measure(one.point, plan.window_ns, ROUNDS) for _ in range(plan.windows)]
+        tries = [rig.measure(one.point, plan.window_ns, ROUNDS, host_ns) for _ in range(plan.windows)]
     except Unsupported as error:
         one.refused = one.reason = str(error)
         return None
     best = min if one.point.unit == "latency_ns" else max
     reading = best(tries, key=lambda reading: reading.value)
-    if site.invalid or reading.late > LATE_LIMIT:
+    if site.invalid or reading.late > late_limit:
         one.reason = "; ".join(site.invalid) or f"the host was late for {reading.late:.1%} of the time"
         one.rejected.append(reading.value)
         return None

@@ -12,8 +12,8 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _WALK_NBYTES = 4 << 20
 """A long walk: 65,536 lines, about 8 ms of a DRAM, so that it meets several commands of a stream beside it."""
 VIRTUAL_WINDOW_NS = 100_000
-_GATHER_NBYTES = 960 << 10
-"""Below the mebibyte from which real kernels take every core: parallelism of accesses belongs to one command."""
+_GATHER_NBYTES = 8 << 20
+"""One launch takes every core of a real processor, so one at a time says what the memory gives to scattered rows."""
 _SMALLEST_POOL = 1 << 20
 
 
@@ -85,22 +85,22 @@ def _first(subject: Subject) -> set[int]:
 
 
 def _on_memory(subject: Subject, quick: bool, streams: int) -> list[Point]:
-    sizes = (4 * _KIB, 256 * _KIB, 4 * _MIB) if quick else (4 * _KIB, 64 * _KIB, 1 * _MIB, 4 * _MIB, 16 * _MIB)
+    sizes = (4 * _KIB, 4 * _MIB, 16 * _MIB) if quick else (4 * _KIB, 16 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB)
     depths = (1, 2, 4) if quick else (1, 2, 4, 8)
     points = [Point("sequential", "transfer", size, size, depth) for size in sizes for depth in depths]
-    fractions = (0.5, 0.0) if quick else (0.75, 0.5, 0.25, 0.0)
+    if not quick:
+        points += [Point("sequential", "transfer", size, size, 1) for size in (64 * _KIB, 1 * _MIB)]
     points += [
         Point("sequential", "transfer", size, size, depth, fraction)
-        for fraction in fractions
-        for size, depth in ((4 * _MIB, 1), (4 * _MIB, 4), *(() if quick else ((64 * _KIB, 2),)))
+        for fraction in ((0.5, 0.0) if quick else (0.75, 0.5, 0.25, 0.0))
+        for size, depth in ((16 * _MIB, 1), (16 * _MIB, 4), *(() if quick else ((4 * _KIB, 2),)))
     ]
     if subject.offers("score"):
-        size = 16 * _MIB
+        size = (16 if quick else 64) * _MIB
         points += [Point("sequential", "score", size, size, depth) for depth in (1, 2)]
     if subject.offers("gather"):
-        spans = (LINE_NBYTES, 256) if quick else (LINE_NBYTES, 256, _KIB)
-        points += [Point("random", "gather", span, _GATHER_NBYTES, depth) for span in spans for depth in (1, 2)]
-        points += [Point("random", "transfer", 4 * _KIB, _MIB, depth) for depth in (1, 2)]
+        spans = (LINE_NBYTES, 256, 4 * _KIB) if quick else (LINE_NBYTES, 256, _KIB, 4 * _KIB)
+        points += [Point("random", "gather", span, _GATHER_NBYTES, 1) for span in spans]
     else:
         points += [Point("random", "transfer", span, _MIB, depth) for span in (64, 256, 4 * _KIB) for depth in (1, 2)]
     if subject.offers("chase"):

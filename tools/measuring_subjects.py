@@ -101,7 +101,7 @@ def _opened(device: Device) -> Iterator[Device]:
 
 @contextmanager
 def _drive(path: str, scratch: bool) -> Iterator[str]:
-    """The path that the driver is given. Raises ConfigurationError where contents would be lost, or nothing is there."""
+    """The path that the driver is given. Raises ConfigurationError where contents would be lost."""
     if not path:
         raise ConfigurationError(f"device 'nvme:'; allowed: {FORMS}")
     place = Path(path)

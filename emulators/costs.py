@@ -143,7 +143,7 @@ class Costs:
 
     def _scatter(self, job: Job, key: Way, source: Segment | None, target: Segment | None, nbytes: int) -> None:
         """Where one side of a transfer consists of small spans, latency limits it: put that route in its place."""
-        sides = [side is not None and nbytes < RANDOM_NBYTES * len(side.spans) for side in (source, target)]
+        sides = [side is not None and _is_random(nbytes, len(side.spans)) for side in (source, target)]
         if not any(sides):
             return
         spans = max(
@@ -224,7 +224,7 @@ class Costs:
         left = []
         for is_write, nbytes, operands in ((False, read, command.reads), (True, written, command.writes)):
             spans = sum([len(s.spans) for operand in operands for s in operand if s.region.memory == memory])
-            if nbytes and nbytes < RANDOM_NBYTES * spans:
+            if nbytes and _is_random(nbytes, spans):
                 demands.append((self._small(memory, is_write, self._window(nbytes, spans)), nbytes, FAR, 0))
                 nbytes = 0
             left.append(nbytes)
@@ -318,3 +318,8 @@ class Costs:
         if not self._profile.kernels and self._profile.bytes_per_s:
             rates.append(self._profile.bytes_per_s)
         return min(rates, default=0)
+
+
+def _is_random(nbytes: int, spans: int) -> bool:
+    """Whether so many bytes in so many spans are a random pattern; a single span is none, whatever its size."""
+    return spans > 1 and nbytes < RANDOM_NBYTES * spans

@@ -103,12 +103,13 @@ class Flow:
     """Work under way. `finish` is provisional: what it will be if nothing else arrives and nobody leaves.
 
     `left` / `left_per` units · 10⁻⁹ are left at `since`, and `rate` / `rate_per` units pass per second from then on.
-    `latency_ns` is the owner's: what passes after the finish. `most` is what it may have at any time, `cap` what its
-    window leaves of that.
+    `latency_ns` is the owner's: what passes after the finish. `most` is what it may have at any time, `cap` / `cap_per`
+    what its window leaves of that.
     """
 
     __slots__ = (
         "cap",
+        "cap_per",
         "finish",
         "latency_ns",
         "left",
@@ -129,7 +130,7 @@ class Flow:
         self.route = route
         self.work = work
         self.left = left
-        self.left_per = self.rate_per = 1
+        self.left_per = self.rate_per = self.cap_per = 1
         self.rate = 0
         self.cap = self.most = cap
         self.start = self.since = self.finish = now
@@ -154,8 +155,8 @@ class Flow:
     def run_alone(self) -> None:
         """Set the rate that the route allows when nobody else is there."""
         route = self.route
-        if self.cap * route.alone_s < route.alone:
-            self.rate, self.rate_per = self.cap, 1
+        if self.cap * route.alone_s < route.alone * self.cap_per:
+            self.rate, self.rate_per = self.cap, self.cap_per
         else:
             self.rate, self.rate_per = route.alone, route.alone_s
 
@@ -256,7 +257,7 @@ class Flows:
             for flow in line:
                 if flow not in clones:
                     clone = Flow(flow.route, flow.work, flow.left, flow.most, flow.start)
-                    clone.cap = flow.cap
+                    clone.cap, clone.cap_per = flow.cap, flow.cap_per
                     clone.left_per, clone.rate, clone.rate_per = flow.left_per, flow.rate, flow.rate_per
                     clone.since, clone.finish = flow.since, flow.finish
                     clones[flow] = clone
@@ -284,7 +285,7 @@ class Flows:
             else:
                 fair_rates(flows, self.capacity)
         else:
-            seed.cap = seed.most
+            seed.cap, seed.cap_per = seed.most, 1
             seed.run_alone()
         for flow in together:
             finish = flow.end()
@@ -325,12 +326,12 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
             if filling and room[resource] * level_per < level * filling:
                 level, level_per = room[resource], filling
         for flow in rising:
-            if flow.cap * per * level_per < level * flow.route.weight:
-                level, level_per = flow.cap * per, flow.route.weight
+            if flow.cap * per * level_per < level * flow.route.weight * flow.cap_per:
+                level, level_per = flow.cap * per, flow.route.weight * flow.cap_per
         stay: list[Flow] = []
         rise: list[Flow] = []
         for flow in rising:
-            full = flow.cap * per * level_per <= level * flow.route.weight
+            full = flow.cap * per * level_per <= level * flow.route.weight * flow.cap_per
             for resource in flow.route.resources:
                 if room[resource] * level_per == level * load[resource]:
                     full = True
@@ -367,7 +368,9 @@ def dependent_rates(flows: list[Flow], capacity: list[int]) -> None:
             route = flow.route
             if route.window:
                 away_ns = route.away_ns + sum([latency[r] for r in route.waits])
-                flow.cap = min(flow.most, max(route.window * NS // (WINDOW * max(away_ns, 1)), 1))
+                flow.cap, flow.cap_per = route.window * NS, WINDOW * max(away_ns, 1)
+                if flow.most * flow.cap_per <= flow.cap:
+                    flow.cap, flow.cap_per = flow.most, 1
         fair_rates(flows, capacity)
         for resource in fractions:
             moved, per = 0, 1

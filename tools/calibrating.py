@@ -8,23 +8,21 @@ known: it is dropped, and the profile spells it `unknown`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierloop.tools.calibrating_model import Model
 from tierloop.tools.calibrating_profile import Curve, Shape
-from tierloop.tools.measuring import LINE_NBYTES, Point
+from tierloop.tools.calibrating_squares import EXACT, STEPS, Vector, cost, intervals, minimise
+from tierloop.tools.measuring import LINE_NBYTES, Point, Reading
 from tierloop.tools.measuring_passes import Measured
 
-_STEPS = 12
-_DIFFERENCE = 0.01
-_LARGEST_STEP = 0.7
 _UNNEEDED = 1.02
 """A limit is dropped if the squared residuals grow by no more than this factor without it."""
-_EXACT = 1e-10
+_SURE = 0.02
 STREAM_NBYTES = 4096
 """Spans of this size on are streams to the timing model; for smaller ones memory-level parallelism limits the rate."""
 _OPTIONAL = ("span_ns", "issue_ns", "command_bytes_per_s", "bytes_per_s", "mlp_lines")
@@ -40,7 +38,7 @@ class Fit:
     constants: dict[str, float | None]
     intervals: dict[str, tuple[float, float]]
     points: tuple[Point, ...]
-    residuals: NDArray[np.float64]
+    residuals: Vector
     curves: tuple[Curve, ...] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -62,27 +60,28 @@ def fit(shape: Shape, measured: Sequence[Measured], advance: Advance = lambda st
     """Fit the constants of a device to its points; loaded points come later (calibrating_curves.py)."""
     used = [one for one in measured if one.valid and one.point.pattern != "loaded"]
     model = Model(shape, [one.point for one in used], [one.host_ns for one in used])
-    wanted = np.array([one.value for one in used])
     constants = _start(shape, used)
     names = [name for name, value in constants.items() if value is not None]
-    problem = _Problem(model, wanted, constants)
-    x, residuals, jacobian = problem.solve(names, lambda done: advance("fit", done, _STEPS))
-    for name in [n for n in names if _is_optional(n)]:
-        fewer = [n for n in names if n != name]
-        problem.constants = {**problem.constants, **problem.values(names, x)}
-        kept = problem.constants[name]
-        problem.constants[name] = None
-        start = np.array([x[names.index(n)] for n in fewer])
-        other = problem.residuals(fewer, start)
-        if _cost(other) > _UNNEEDED * _cost(residuals) + _EXACT * len(wanted):
-            problem.constants[name] = kept
-            continue
-        names, x, residuals = fewer, start, other
+    problem = _Problem(model, used, constants)
+    x = np.log([problem.constants[name] or 1.0 for name in names])
+    x, residuals, slopes = minimise(problem.of(names), x, lambda done: advance("fit", done, STEPS))
+    for name in [name for name in names if _is_optional(name)]:
+        fewer = [other for other in names if other != name]
+        before = {**problem.constants, **problem.values(names, x)}
+        problem.constants = {**before, name: None}
+        start = np.array([x[names.index(other)] for other in fewer])
+        without = problem.of(fewer)(start)
+        if cost(without) > _UNNEEDED * cost(residuals) + EXACT * len(used):
+            problem.constants = before
+        else:
+            names, x, residuals = fewer, start, without
     if len(names) < len(constants):
-        x, residuals, jacobian = problem.solve(names, lambda done: advance("fit without idle limits", done, _STEPS), x)
+        x, residuals, slopes = minimise(
+            problem.of(names), x, lambda done: advance("fit without idle limits", done, STEPS)
+        )
     found = {**problem.constants, **problem.values(names, x)}
-    intervals = _intervals(names, x, residuals, jacobian)
-    return Fit(found, intervals, model.points, np.expm1(residuals))
+    sure = dict(zip(names, intervals(x, residuals, slopes), strict=True))
+    return Fit(found, sure, model.points, np.expm1(residuals / problem.weights))
 
 
 def _is_optional(name: str) -> bool:
@@ -90,77 +89,30 @@ def _is_optional(name: str) -> bool:
 
 
 class _Problem:
-    """Residuals log(model / measured) as a function of the logarithms of named constants; the others stay."""
+    """Residuals log(model / measured) as a function of the logarithms of named constants; the others stay.
 
-    def __init__(self, model: Model, wanted: NDArray[np.float64], constants: dict[str, float | None]) -> None:
+    A point that was measured with an interval of ± `_SURE` has a weight of 0.7, a surer one up to 1.
+    """
+
+    def __init__(self, model: Model, used: Sequence[Measured], constants: dict[str, float | None]) -> None:
         self.model = model
-        self.wanted = wanted
         self.constants = constants
+        self.wanted = np.array([one.value for one in used])
+        self.weights = np.array([1 / math.hypot(one.spread / _SURE, 1.0) for one in used])
 
-    def values(self, names: Sequence[str], x: NDArray[np.float64]) -> dict[str, float]:
+    def values(self, names: Sequence[str], x: Vector) -> dict[str, float]:
+        """The constants that x stands for."""
         return dict(zip(names, np.exp(x).tolist(), strict=True))
 
-    def residuals(self, names: Sequence[str], x: NDArray[np.float64]) -> NDArray[np.float64]:
-        readings = self.model({**self.constants, **self.values(names, x)})
-        got = [wanted if r is None else r.value for r, wanted in zip(readings, self.wanted, strict=True)]
-        return np.log(np.maximum(got, 1e-9) / self.wanted)
-
-    def jacobian(
-        self, names: Sequence[str], x: NDArray[np.float64], residuals: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        columns = []
-        for index in range(len(names)):
-            moved = x.copy()
-            moved[index] += _DIFFERENCE
-            columns.append((self.residuals(names, moved) - residuals) / _DIFFERENCE)
-        return np.stack(columns, axis=1) if columns else np.zeros((len(residuals), 0))
-
-    def solve(
-        self, names: Sequence[str], advance: Callable[[int], None], x: NDArray[np.float64] | None = None
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """(logarithms, residuals, Jacobian) at a minimum of the squared residuals."""
-        if x is None:
-            x = np.log([self.constants[name] or 1.0 for name in names])
-        residuals = self.residuals(names, x)
-        damping = 1e-3
-        jacobian = self.jacobian(names, x, residuals)
-        for step in range(_STEPS):
-            advance(step + 1)
-            normal, slope = jacobian.T @ jacobian, jacobian.T @ residuals
-            better = False
-            for _ in range(6):
-                damped = normal + np.diag(damping * np.diag(normal) + 1e-9)
-                move = np.clip(-np.linalg.solve(damped, slope), -_LARGEST_STEP, _LARGEST_STEP)
-                there = self.residuals(names, x + move)
-                if _cost(there) < _cost(residuals):
-                    better = True
-                    break
-                damping *= 5
-            if not better:
-                break
-            gain = 1 - _cost(there) / _cost(residuals)
-            x, residuals, damping = x + move, there, max(damping / 5, 1e-9)
-            jacobian = self.jacobian(names, x, residuals)
-            if gain < 1e-4 or _cost(residuals) < _EXACT * len(residuals):
-                break
-        advance(_STEPS)
-        return x, residuals, jacobian
+    def of(self, names: Sequence[str]) -> Callable[[Vector], Vector]:
+        """The weighted residuals as a function of these constants."""
+        return lambda x: self.weights * misses(self.model({**self.constants, **self.values(names, x)}), self.wanted)
 
 
-def _cost(residuals: NDArray[np.float64]) -> float:
-    return float(residuals @ residuals)
-
-
-def _intervals(
-    names: Sequence[str], x: NDArray[np.float64], residuals: NDArray[np.float64], jacobian: NDArray[np.float64]
-) -> dict[str, tuple[float, float]]:
-    free = max(len(residuals) - len(names), 1)
-    covariance = np.linalg.pinv(jacobian.T @ jacobian) * _cost(residuals) / free
-    widths = 1.96 * np.sqrt(np.maximum(np.diag(covariance), 0.0))
-    return {
-        name: (float(np.exp(at - width)), float(np.exp(at + width)))
-        for name, at, width in zip(names, x, np.minimum(widths, 20.0), strict=True)
-    }
+def misses(readings: Sequence[Reading | None], wanted: Vector) -> Vector:
+    """log(model / measured); 0 where the model's device refuses what the real one did."""
+    got = [value if reading is None else reading.value for reading, value in zip(readings, wanted, strict=True)]
+    return np.log(np.maximum(got, 1e-9) / wanted)
 
 
 # -- where the fit begins -----------------------------------------------------------------------------------------
@@ -214,8 +166,3 @@ def _start(shape: Shape, used: Sequence[Measured]) -> dict[str, float | None]:
             name = kernels if one.point.verb == "gather" else mover
             constants[f"{name}.mlp_lines.{one.point.span_nbytes}"] = max(one.value * latency / 1e9 / LINE_NBYTES, 0.1)
     return constants
-
-
-def apply(constants: Mapping[str, float | None], name: str, value: float) -> dict[str, float | None]:
-    """The constants with one of them changed."""
-    return {**constants, name: value}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import ClockKind
 from tierloop.tools.calibrating import Fit, fit
-from tierloop.tools.calibrating_curves import curves
+from tierloop.tools.calibrating_curves import fit_curves
 from tierloop.tools.calibrating_profile import Shape, point_json, profile_text
 from tierloop.tools.measuring import Rig, Subject, usable_cores
 from tierloop.tools.measuring_passes import Journal, Measured, measure
@@ -128,8 +130,8 @@ def run_calibration(
 
 
 def most_streams(subject: Subject) -> int:
-    """Streams beside a chase: each needs a core of its own, or what is measured is the operating system's scheduler."""
-    return min(_MOST_STREAMS, usable_cores() - 1)
+    """Streams beside a chase: each needs a core of its own, or what is measured is the system's scheduler."""
+    return _MOST_STREAMS if subject.clock.virtual else min(_MOST_STREAMS, usable_cores() - 1)
 
 
 def profile_of(
@@ -161,10 +163,12 @@ def profile_of(
             )
             sources[table] = f"measured: 95 % CI {text or 'none'}, {where}"
         sources.setdefault(f"{executor.name}.overhead_ns", f"measured: not apart from the latency, {where}")
-    shapes = [replace(one, source=f"{one.source}, {where}") for one in curves(measured, found.constants)]
-    found.curves = tuple(shapes)
+    curves, misfit = fit_curves(shape, measured, found.constants, advance)
+    found.curves = tuple(replace(one, source=f"{one.source}, {where}") for one in curves)
+    found.points += tuple(misfit)
+    found.residuals = np.append(found.residuals, list(misfit.values()))
     unknown = sorted(name for name, value in found.constants.items() if value is None)
-    calibration = {
+    calibration: dict[str, str | int | float | Sequence[str]] = {
         "machine": machine,
         "date": date,
         "device": device,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,13 +156,13 @@ class Journal:
         for number, line in enumerate(lines[1:], 2):
             row = self._row(line, number)
             try:
-                key = int(row["pass"]), int(row["point"])
+                place = int(row["pass"]), int(row["point"])
                 reading = Reading(float(row["value"]), float(row["load"]), 0.0, int(row["host_ns"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigurationError(f"{self.file}: line {number}: {error!r}; remove the journal") from error
-            if not (0 <= key[1] < points and key[0] >= 0 and np.isfinite(reading.value) and reading.value > 0):
+            if not (0 <= place[1] < points and place[0] >= 0 and np.isfinite(reading.value) and reading.value > 0):
                 raise ConfigurationError(f"{self.file}: line {number}: no point of this plan; remove the journal")
-            self.done[key] = reading
+            self.done[place] = reading
         return sum(len(line) + 1 for line in lines)
 
     def _row(self, line: bytes, number: int) -> dict[str, Any]:
@@ -234,5 +234,5 @@ def _reading(rig: Rig, plan: Plan, one: Measured, late_limit: float, host_ns: in
     return reading
 
 
-def _order(plan: Plan, pass_number: int) -> Iterable[int]:
-    return np.random.default_rng([plan.seed, pass_number]).permutation(len(plan.points)).tolist()
+def _order(plan: Plan, pass_number: int) -> list[int]:
+    return [int(n) for n in np.random.default_rng([plan.seed, pass_number]).permutation(len(plan.points))]

@@ -13,7 +13,8 @@ _WALK_NBYTES = 4 << 20
 """A long walk: 65,536 lines, about 8 ms of a DRAM, so that it meets several commands of a stream beside it."""
 VIRTUAL_WINDOW_NS = 100_000
 _GATHER_NBYTES = 8 << 20
-"""One launch takes every core of a real processor, so one at a time says what the memory gives to scattered rows."""
+"""A launch takes every core of a real processor, so kernels are measured one at a time. Rows stay below a page: from
+there on the timing model sees streams."""
 _SMALLEST_POOL = 1 << 20
 
 
@@ -43,7 +44,9 @@ def plan(subject: Subject, quick: bool = False, streams: int = 1) -> Plan:
     """
     memory = subject.memory
     pool = pool_nbytes(subject, quick)
-    points = _on_memory(subject, quick, streams) if memory.byte_addressable else _on_blocks(memory.alignment, quick)
+    points = (
+        _on_memory(subject, quick, streams, pool) if memory.byte_addressable else _on_blocks(memory.alignment, quick)
+    )
     largest = subject.mover.largest_transfer or pool
     fitting = []
     for point in points:
@@ -84,7 +87,7 @@ def _first(subject: Subject) -> set[int]:
     return {subject.kernels.queues[0]} if subject.kernels is not None else set()
 
 
-def _on_memory(subject: Subject, quick: bool, streams: int) -> list[Point]:
+def _on_memory(subject: Subject, quick: bool, streams: int, pool: int) -> list[Point]:
     sizes = (4 * _KIB, 4 * _MIB, 16 * _MIB) if quick else (4 * _KIB, 16 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB)
     depths = (1, 2, 4) if quick else (1, 2, 4, 8)
     points = [Point("sequential", "transfer", size, size, depth) for size in sizes for depth in depths]
@@ -96,10 +99,10 @@ def _on_memory(subject: Subject, quick: bool, streams: int) -> list[Point]:
         for size, depth in ((16 * _MIB, 1), (16 * _MIB, 4), *(() if quick else ((4 * _KIB, 2),)))
     ]
     if subject.offers("score"):
-        size = (16 if quick else 64) * _MIB
-        points += [Point("sequential", "score", size, size, depth) for depth in (1, 2)]
+        size = min(64 * _MIB, pool)
+        points.append(Point("sequential", "score", size, size, 1))
     if subject.offers("gather"):
-        spans = (LINE_NBYTES, 256, 4 * _KIB) if quick else (LINE_NBYTES, 256, _KIB, 4 * _KIB)
+        spans = (LINE_NBYTES, 256) if quick else (LINE_NBYTES, 256, _KIB, 2 * _KIB)
         points += [Point("random", "gather", span, _GATHER_NBYTES, 1) for span in spans]
     else:
         points += [Point("random", "transfer", span, _MIB, depth) for span in (64, 256, 4 * _KIB) for depth in (1, 2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,7 +75,9 @@ def _show(shown: Results, found: Verification) -> None:
     from tierloop.tools.verifying import COVERAGE
 
     sigma = f", σ = {found.dilation}" if found.clock == "wall" else ""
-    table = Table(title=Text(f"{found.profile} ({found.clock} clock{sigma})"), title_justify="left", header_style="bold")
+    table = Table(
+        title=Text(f"{found.profile} ({found.clock} clock{sigma})"), title_justify="left", header_style="bold"
+    )
     for number, heading in enumerate(("point", "expected", "± CI", "model", "got", "error", "")):
         table.add_column(heading, justify="left" if number in (0, 6) else "right")
     for one in found.points:

@@ -218,7 +218,7 @@ def verify(
     chosen_bounds = bounds or Bounds.of(profile)
     sigma = dilation
     if clock == "wall" and sigma is None:
-        sigma = automatic(infos, [one for one in expected])
+        sigma = automatic(infos, list(expected))
     late = max(chosen_bounds.worst(expected[0].point) / 4, 0.005) if clock == "wall" else 1.0
     with emulate(*place, clock, sigma) as emulation:
         subject = emulation.subject
@@ -243,7 +243,9 @@ def verify(
         low, high = now.interval if now.valid else (0.0, 0.0)
         value = now.value if now.valid else (now.rejected[-1] if now.rejected else 0.0)
         model = reading.value if reading is not None else 0.0
-        compared.append(Compared(target, model, value, reason, low, high, again.value if again and again.valid else 0.0))
+        compared.append(
+            Compared(target, model, value, reason, low, high, again.value if again and again.valid else 0.0)
+        )
     return Verification(str(path), clock, sigma or 1, chosen_bounds, tuple(compared), tuple(notes))
 
 
@@ -269,7 +271,9 @@ def _again(
     with open_subject(device, scratch=scratch) as subject:
         chosen = plan(subject, quick, most_streams(subject))
         points = tuple(one.point for one in expected)
-        chosen = change(replace(chosen, points=points, pool_nbytes=max(chosen.pool_nbytes, model_pool(points)), seed=seed))
+        chosen = change(
+            replace(chosen, points=points, pool_nbytes=max(chosen.pool_nbytes, model_pool(points)), seed=seed)
+        )
         rig = Rig(subject, chosen.pool_nbytes, seed)
         measured = measure(rig, chosen, lambda stage, done, total: advance(f"{device}, {stage}", done, total))
         rig.close()
@@ -316,7 +320,9 @@ def _point(table: Table) -> Expected:
     verb = table.text("verb", ("transfer", "chase", "score", "gather"))
     load = table.text("load", ("", "transfer", "score"), default="")
     if (pattern == "loaded") != bool(load) or (pattern == "loaded" and verb != "chase"):
-        raise table.error("load", f"{load!r} given for a point that is {pattern} {verb}; only a loaded chase has a load")
+        raise table.error(
+            "load", f"{load!r} given for a point that is {pattern} {verb}; only a loaded chase has a load"
+        )
     nbytes = table.integer("nbytes", 1, _LARGEST)
     point = Point(
         pattern,  # type: ignore[arg-type]  # checked

@@ -1,0 +1,75 @@
+"""Least squares for few parameters: damped Gauss-Newton steps with differences for derivatives (NumPy is enough)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+STEPS = 12
+_DIFFERENCE = 0.01
+_LARGEST_STEP = 0.7
+_ENOUGH = 1e-4
+EXACT = 1e-10
+"""A mean square below this is rounding."""
+
+Vector = NDArray[np.float64]
+
+
+def minimise(
+    residuals: Callable[[Vector], Vector], x: Vector, advance: Callable[[int], None] = lambda done: None
+) -> tuple[Vector, Vector, Vector]:
+    """(x, residuals, Jacobian) near a minimum of the squared residuals, from a good start; x is in logarithms.
+
+    A step that makes nothing better is damped and tried again, so the result is never worse than the start.
+    """
+    at = residuals(x)
+    slopes = jacobian(residuals, x, at)
+    damping = 1e-3
+    for step in range(STEPS if len(x) else 0):
+        advance(step + 1)
+        normal, slope = slopes.T @ slopes, slopes.T @ at
+        better = False
+        there = at
+        move = np.zeros_like(x)
+        for _ in range(6):
+            damped = normal + np.diag(damping * np.diag(normal) + 1e-9)
+            move = np.clip(-np.linalg.solve(damped, slope), -_LARGEST_STEP, _LARGEST_STEP)
+            there = residuals(x + move)
+            if cost(there) < cost(at):
+                better = True
+                break
+            damping *= 5
+        if not better:
+            break
+        gain = 1 - cost(there) / cost(at)
+        x, at, damping = x + move, there, max(damping / 5, 1e-9)
+        slopes = jacobian(residuals, x, at)
+        if gain < _ENOUGH or cost(at) < EXACT * len(at):
+            break
+    advance(STEPS)
+    return x, at, slopes
+
+
+def jacobian(residuals: Callable[[Vector], Vector], x: Vector, at: Vector) -> Vector:
+    """Derivatives of the residuals, (residuals, parameters), by differences of one percent."""
+    columns = []
+    for index in range(len(x)):
+        moved = x.copy()
+        moved[index] += _DIFFERENCE
+        columns.append((residuals(moved) - at) / _DIFFERENCE)
+    return np.stack(columns, axis=1) if columns else np.zeros((len(at), 0))
+
+
+def cost(residuals: Vector) -> float:
+    """The sum of the squares."""
+    return float(residuals @ residuals)
+
+
+def intervals(x: Vector, residuals: Vector, slopes: Vector) -> list[tuple[float, float]]:
+    """95 % confidence intervals of exp(x), by the fit's linearisation at its end."""
+    free = max(len(residuals) - len(x), 1)
+    covariance = np.linalg.pinv(slopes.T @ slopes) * cost(residuals) / free
+    widths = np.minimum(1.96 * np.sqrt(np.maximum(np.diag(covariance), 0.0)), 20.0)
+    return [(float(np.exp(at - width)), float(np.exp(at + width))) for at, width in zip(x, widths, strict=True)]

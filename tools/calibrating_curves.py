@@ -1,10 +1,10 @@
 """Loaded latency: from the points beside streams to curves of a memory, latency against the bytes/s that it moves.
 
 A stream is busy for a part of its time and waits for the rest, so a chase beside it meets two memories in turn, a
-loaded and an idle one. A curve therefore has a point at the rate at which k streams move while they move, and its latency
-is what makes the model's chase take as long as the measured one, over all duties. A curve begins at the idle latency,
-never falls, and ends at the memory's cap for that mix of reads and writes; beyond its last measured rate it is flat,
-because nothing is known there.
+loaded and an idle one. A curve therefore has a point at the rate at which k streams move while they move, and its
+latency is what makes the model's chase take as long as the measured one, over all duties. A curve begins at the idle
+latency, never falls, and ends at the memory's cap for that mix of reads and writes; beyond its last measured rate it is
+flat, because nothing is known there.
 """
 
 from __future__ import annotations

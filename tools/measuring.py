@@ -48,6 +48,7 @@ ROW_NBYTES = 1024
 """Bytes of a row that `score` reads: 4 bytes in 1,024 are written, so that it is all but a pure read."""
 DEADLINE_NS = 120_000_000_000
 """How long one window may last, in ns of the platform's clock."""
+_PAGE_NBYTES = 4096
 _PREPARED, _PREPARED_PHANTOM = 2048, 16
 _FALLBACK_CACHE_NBYTES = 32 << 20
 
@@ -185,7 +186,7 @@ class Rig:
         self._permutation: tuple[int, NDArray[np.int64]] = (0, np.empty(0, dtype=np.int64))
         self._permuted = 0
         self._pool = self._alloc(pool_nbytes)
-        self._host = np.zeros(pool_nbytes, dtype=np.uint8)
+        self._host = _host_pool(pool_nbytes)
         if not self._phantom:
             self._host.view(np.float32)[:] = 1.0
             self._fill(self._pool)
@@ -255,7 +256,7 @@ class Rig:
         commands: list[Command] = []
         for number in range(count):
             offset = self._next(point.nbytes)
-            segment = self._pool.at(offset, point.nbytes) if point.pattern != "random" else self._spans(point)
+            segment = self._spans(point) if point.pattern == "random" else self._run(offset, point)
             far = self._pool_nbytes - point.nbytes - offset
             buffer = self._host[far : far + point.nbytes]
             # Spread evenly: with 3 of 4, reads are commands 0, 1, 2, 4, …
@@ -285,6 +286,13 @@ class Rig:
             self._pool,
             Spans.equal(self._permutation[1][self._permuted - count : self._permuted], point.span_nbytes),
         )
+
+    def _run(self, offset: int, point: Point) -> Segment:
+        """Spans that follow each other."""
+        if point.span_nbytes == point.nbytes:
+            return self._pool.at(offset, point.nbytes)
+        starts = np.arange(offset, offset + point.nbytes, point.span_nbytes, dtype=np.int64)
+        return Segment(self._pool, Spans.equal(starts, point.span_nbytes))
 
     def _score(self, offset: int, nbytes: int) -> Launch:
         rows = nbytes // ROW_NBYTES
@@ -350,6 +358,17 @@ class Rig:
                 part = data[offset : offset + piece]
                 self._write(region.at(offset, len(part)), part)
         return _Walk(region, offsets, lines * LINE_NBYTES)
+
+
+def _host_pool(nbytes: int) -> NDArray[np.uint8]:
+    """Host memory that begins half a page after a page: regions begin at a page.
+
+    Zen 3 copies at a quarter of its speed where a target lies less than a line behind its source modulo 4 KiB, and a
+    large NumPy array begins 16 bytes after a page: 2.5 GB/s for reads in spans of 4 to 256 KiB instead of 9.
+    """
+    room = np.zeros(nbytes + 2 * _PAGE_NBYTES, dtype=np.uint8)
+    begin = (_PAGE_NBYTES // 2 - room.ctypes.data) % _PAGE_NBYTES
+    return room[begin : begin + nbytes]
 
 
 @dataclass

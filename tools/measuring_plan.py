@@ -88,15 +88,22 @@ def _first(subject: Subject) -> set[int]:
 
 
 def _on_memory(subject: Subject, quick: bool, streams: int, pool: int) -> list[Point]:
-    sizes = (4 * _KIB, 4 * _MIB, 16 * _MIB) if quick else (4 * _KIB, 16 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB)
+    sizes = (4 * _KIB, 4 * _MIB, 16 * _MIB) if quick else (4 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB)
     depths = (1, 2, 4) if quick else (1, 2, 4, 8)
     points = [Point("sequential", "transfer", size, size, depth) for size in sizes for depth in depths]
     if not quick:
-        points += [Point("sequential", "transfer", size, size, 1) for size in (64 * _KIB, 1 * _MIB)]
+        points.append(Point("sequential", "transfer", _MIB, _MIB, 1))
     points += [
-        Point("sequential", "transfer", size, size, depth, fraction)
+        Point("sequential", "transfer", 16 * _MIB, 16 * _MIB, depth, fraction)
         for fraction in ((0.5, 0.0) if quick else (0.75, 0.5, 0.25, 0.0))
-        for size, depth in ((16 * _MIB, 1), (16 * _MIB, 4), *(() if quick else ((4 * _KIB, 2),)))
+        for depth in (1, 2)
+    ]
+    # Small pieces of memory move in commands of many spans; one span per command is what a command costs.
+    points += [
+        Point("random", "transfer", span, 16 * _MIB, depth, fraction)
+        for span in ((4 * _KIB,) if quick else (4 * _KIB, 64 * _KIB))
+        for depth in (1, 2)
+        for fraction in (1.0, 0.0)
     ]
     if subject.offers("score"):
         size = min(64 * _MIB, pool)
@@ -105,7 +112,7 @@ def _on_memory(subject: Subject, quick: bool, streams: int, pool: int) -> list[P
         spans = (LINE_NBYTES, 256) if quick else (LINE_NBYTES, 256, _KIB, 2 * _KIB)
         points += [Point("random", "gather", span, _GATHER_NBYTES, 1) for span in spans]
     else:
-        points += [Point("random", "transfer", span, _MIB, depth) for span in (64, 256, 4 * _KIB) for depth in (1, 2)]
+        points += [Point("random", "transfer", span, _MIB, depth) for span in (64, 256) for depth in (1, 2)]
     if subject.offers("chase"):
         points.append(Point("idle", "chase", LINE_NBYTES, _WALK_NBYTES, 1))
         for load in STREAM_NBYTES:

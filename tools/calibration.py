@@ -115,14 +115,10 @@ def run_calibration(
         chosen = replace(chosen, seed=seed, passes=passes or chosen.passes)
         header = {"device": device, "clock": clock or "", "dilation": subject.dilation, "plan": chosen.to_json()}
         kept = Journal(journal, {**header, "info": subject.memory.name, "machine": machine}, resume)
-        try:
+        with kept:
             rig = Rig(subject, chosen.pool_nbytes, seed)
-            try:
-                measured = measure(rig, chosen, advance, kept)
-            finally:
-                rig.close()
-        finally:
-            kept.close()
+            measured = measure(rig, chosen, advance, kept)
+            rig.close()
         shape = Shape.of(subject)
         sigma = subject.dilation
     text, found = profile_of(shape, measured, machine, date, device, advance)

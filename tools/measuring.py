@@ -488,7 +488,7 @@ class _Streams:
         self._duty = point.duty
         self._engine = subject.engine
         self._clock = rig.clock
-        self._submitted = self._open = self._done = 0
+        self._submitted = self._open = self._done = self._last_ns = 0
         self._stopped = False
         self._error: Exception | None = None
         queues = [queue for queue in executor.queues if queue != kernels.queues[0]][: point.depth]
@@ -499,16 +499,18 @@ class _Streams:
         )
         if not reached:
             raise Timeout(self._engine.info.name, "measure", f"no stream has moved anything after {DEADLINE_NS} ns")
-        self._begun_ns, self._begun = self._clock.now(), self._done
+        self._begun_ns, self._begun = self._last_ns, self._done
 
     def stop(self) -> float:
         """Let them end; returns bytes per second of the clock. Raises the first error of a stream."""
-        now, moved = self._clock.now(), (self._done - self._begun) * self._nbytes
+        if self._done == self._begun:  # the walk was shorter than a command: one more of them tells the rate
+            self._clock.run_until(lambda: self._done > self._begun or self._stopped, self._clock.now() + DEADLINE_NS)
+        moved, taken = (self._done - self._begun) * self._nbytes, self._last_ns - self._begun_ns
         self._stopped = True
-        self._clock.run_until(lambda: not self._open, now + DEADLINE_NS)
+        self._clock.run_until(lambda: not self._open, self._clock.now() + DEADLINE_NS)
         if self._error is not None:
             raise self._error
-        return moved * 1e9 / max(now - self._begun_ns, 1)
+        return moved * 1e9 / max(taken, 1)
 
     def _submit(self, queue: int) -> None:
         if self._stopped:
@@ -521,6 +523,7 @@ class _Streams:
     def _end(self, completion: Completion) -> None:
         self._open -= 1
         self._done += 1
+        self._last_ns = completion.ended_ns
         try:
             completion.result()
         except Exception as error:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -111,15 +112,17 @@ class Journal:
         if not keep:
             self._write(wanted)
 
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._out.close()
+
     def add(self, pass_number: int, point_number: int, reading: Reading) -> None:
         """Remember a reading, on the medium when this returns. Raises OutputError."""
         self.done[pass_number, point_number] = reading
         value, load, host = reading.value, reading.load_bytes_per_s, reading.host_ns
         self._write({"pass": pass_number, "point": point_number, "value": value, "load": load, "host_ns": host})
-
-    def close(self) -> None:
-        """Close the file and leave it."""
-        self._out.close()
 
     def remove(self) -> None:
         """The output is written: the journal is not needed any more."""

@@ -54,17 +54,18 @@ def plan(subject: Subject, quick: bool = False, streams: int = 1) -> Plan:
         room = point.nbytes * point.depth <= pool and (point.verb != "transfer" or point.nbytes <= largest)
         queues = subject.mover.queues if point.load == "transfer" else subject.kernels.queues if subject.kernels else ()
         beside = point.pattern != "loaded" or point.depth <= len(set(queues) - _first(subject))
-        if (walked or (point.verb != "chase" and room)) and beside:
+        in_flight = point.pattern == "loaded" or point.depth <= len(subject.mover.queues)
+        if (walked or (point.verb != "chase" and room)) and beside and in_flight:
             fitting.append(point)
     if not any(point.unit == "bytes_per_s" for point in fitting):
         raise ConfigurationError(f"{memory.name}: a pool of {pool} bytes is too small to measure anything in")
     if subject.clock.virtual:  # the model does not vary
         return Plan(tuple(fitting), pool, 1, VIRTUAL_WINDOW_NS)
     if not memory.byte_addressable:
-        return Plan(tuple(fitting), pool, 5 if quick else 9, 40_000_000 if quick else 100_000_000)
+        return Plan(tuple(fitting), pool, 9 if quick else 15, 30_000_000, 2 if quick else 3)
     if subject.promises:  # on this host's time its noise is left out, so one window is as good as the best of many
         return Plan(tuple(fitting), pool, 3, 4_000_000)
-    return Plan(tuple(fitting), pool, 9 if quick else 21, 4_000_000 if quick else 6_000_000, 3 if quick else 5)
+    return Plan(tuple(fitting), pool, 9 if quick else 41, 4_000_000 if quick else 6_000_000, 3 if quick else 5)
 
 
 def pool_nbytes(subject: Subject, quick: bool) -> int:
@@ -139,8 +140,10 @@ def _on_blocks(block: int, quick: bool) -> list[Point]:
         ]
     points += [
         Point("random", "transfer", span, span * count, depth, fraction)
-        for span, count in ((unit, 1), (unit, 64), (16 * unit, 1))
+        for span, count in ((unit, 1), (16 * unit, 1))
         for depth in ((1, 4) if quick else (1, 2, 4))
         for fraction in (1.0, 0.0)
     ]
+    # What the spans of one command cost; over several commands they share what the model has no limit for.
+    points += [Point("random", "transfer", unit, 64 * unit, 1, fraction) for fraction in (1.0, 0.0)]
     return points

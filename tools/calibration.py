@@ -144,7 +144,7 @@ def profile_of(
         if value is None:
             sources[name] = f"measured: no such limit in the range of the points, {where}"
         else:
-            low, high = found.intervals[name]
+            low, high = found.intervals.get(name, (value, value))
             sources[name] = f"measured: 95 % CI [{low:.4g}, {high:.4g}], {where}"
     if f"{shape.mover}.bytes_per_s" in found.constants and not shape.byte_addressable:
         sources[f"{shape.mover}.bytes_per_s"] = f"measured: the larger of both directions, {where}"

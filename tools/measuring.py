@@ -49,7 +49,7 @@ ROW_NBYTES = 1024
 DEADLINE_NS = 120_000_000_000
 """How long one window may last, in ns of the platform's clock."""
 _PAGE_NBYTES = 4096
-_PREPARED, _PREPARED_PHANTOM = 2048, 16
+_PREPARED, _PREPARED_PHANTOM = 2048, 4
 _FALLBACK_CACHE_NBYTES = 32 << 20
 
 Pattern = Literal["idle", "loaded", "sequential", "random"]
@@ -338,17 +338,23 @@ class Rig:
         if count not in self._walks:
             self._walks[count] = self._make_walk(count)
         walk = self._walks[count]
+        if walk.again is not None:
+            return walk.again
         offsets = walk.offsets[walk.taken : walk.taken + count]
         walk.taken = (walk.taken + count) % len(walk.offsets)
         spans = Spans.equal(offsets, LINE_NBYTES)
-        return Launch(contract.Chase(), ((Segment(walk.region, spans),),), ((walk.region.at(walk.end, 8),),))
+        command = Launch(contract.Chase(), ((Segment(walk.region, spans),),), ((walk.region.at(walk.end, 8),),))
+        if self._phantom:
+            walk.again = command
+        return command
 
     def _make_walk(self, count: int) -> _Walk:
         """A region whose lines, in random order, are walks of `count` lines end to end: each says which comes next."""
         lines = (self._pool_nbytes if count > SHORT_WALK else self._pool_nbytes // 4) // LINE_NBYTES
         lines -= lines % count
         region = self._alloc((lines + 1) * LINE_NBYTES)
-        offsets = self._random.permutation(lines).astype(np.int64) * LINE_NBYTES
+        offsets = np.arange(lines) if self._phantom else self._random.permutation(lines)
+        offsets = offsets.astype(np.int64) * LINE_NBYTES
         if not self._phantom:
             table = np.zeros((lines, LINE_NBYTES // 8), dtype=np.int64)
             table[offsets // LINE_NBYTES, 0] = (np.arange(lines) + 1) % count
@@ -373,12 +379,16 @@ def _host_pool(nbytes: int) -> NDArray[np.uint8]:
 
 @dataclass
 class _Walk:
-    """Lines of a region in the order in which they are read, `taken` of them already; its result lies at `end`."""
+    """Lines of a region in the order in which they are read, `taken` of them already; its result lies at `end`.
+
+    Where nothing is read, one command serves for all walks: `again`.
+    """
 
     region: Region
     offsets: NDArray[np.int64]
     end: int
     taken: int = 0
+    again: Command | None = None
 
 
 class _Loop:

@@ -11,7 +11,7 @@ from tierloop.tools.measuring import LINE_NBYTES, STREAM_NBYTES, Point, Subject,
 _KIB, _MIB = 1 << 10, 1 << 20
 _WALK_NBYTES = 4 << 20
 """A long walk: 65,536 lines, about 8 ms of a DRAM, so that it meets several commands of a stream beside it."""
-VIRTUAL_WINDOW_NS = 100_000
+VIRTUAL_WINDOW_NS = 10_000
 _GATHER_NBYTES = 8 << 20
 """A launch takes every core of a real processor, so kernels are measured one at a time. Rows stay below a page: from
 there on the timing model sees streams."""
@@ -62,7 +62,7 @@ def plan(subject: Subject, quick: bool = False, streams: int = 1) -> Plan:
     if subject.clock.virtual:  # the model does not vary
         return Plan(tuple(fitting), pool, 1, VIRTUAL_WINDOW_NS)
     if not memory.byte_addressable:
-        return Plan(tuple(fitting), pool, 9 if quick else 15, 30_000_000, 2 if quick else 3)
+        return Plan(tuple(fitting), pool, 9 if quick else 15, 30_000_000, 2 if quick else 4)
     if subject.promises:  # on this host's time its noise is left out, so one window is as good as the best of many
         return Plan(tuple(fitting), pool, 3, 4_000_000)
     return Plan(tuple(fitting), pool, 9 if quick else 41, 4_000_000 if quick else 6_000_000, 3 if quick else 5)
@@ -131,17 +131,13 @@ def _on_memory(subject: Subject, quick: bool, streams: int, pool: int) -> list[P
 def _on_blocks(block: int, quick: bool) -> list[Point]:
     unit = max(block, 4 * _KIB)
     points = [Point("idle", "transfer", unit, unit, 1, fraction) for fraction in (1.0, 0.0)]
-    sizes = (unit, 64 * _KIB, _MIB) if quick else (unit, 16 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB)
+    sizes = (unit, 64 * _KIB, _MIB) if quick else (unit, 64 * _KIB, _MIB, 4 * _MIB)
     for fraction in (1.0, 0.0) if quick else (1.0, 0.5, 0.0):
-        points += [
-            Point("sequential", "transfer", size, size, depth, fraction)
-            for size in sizes
-            for depth in ((1, 4) if quick else (1, 2, 4))
-        ]
+        points += [Point("sequential", "transfer", size, size, depth, fraction) for size in sizes for depth in (1, 4)]
     points += [
         Point("random", "transfer", span, span * count, depth, fraction)
         for span, count in ((unit, 1), (16 * unit, 1))
-        for depth in ((1, 4) if quick else (1, 2, 4))
+        for depth in (1, 4)
         for fraction in (1.0, 0.0)
     ]
     # What the spans of one command cost; over several commands they share what the model has no limit for.

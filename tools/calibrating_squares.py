@@ -1,4 +1,5 @@
-"""Least squares for few parameters: damped Gauss-Newton steps with differences for derivatives (NumPy is enough)."""
+"""Least squares for few parameters, where the model has kinks: damped Gauss-Newton steps with differences for
+derivatives, and a search along one parameter at a time in between. NumPy is enough."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ STEPS = 12
 _DIFFERENCE = 0.01
 _LARGEST_STEP = 0.7
 _ENOUGH = 1e-4
+_ROUNDS = 3
+_SEARCH = (0.1, 0.03, 0.01)
+_WORTH_IT = 0.9
 EXACT = 1e-10
 """A mean square below this is rounding."""
 
@@ -26,8 +30,25 @@ def minimise(
     """
     at = residuals(x)
     slopes = jacobian(residuals, x, at)
+    for round_ in range(_ROUNDS if len(x) else 0):
+        before = cost(at)
+        x, at, slopes = _descend(residuals, x, at, slopes, lambda done, r=round_: advance(done if not r else STEPS))
+        if cost(at) < EXACT * len(at):
+            break
+        x, at = _search(residuals, x, at)
+        slopes = jacobian(residuals, x, at)
+        if cost(at) > _WORTH_IT * before:
+            break
+    advance(STEPS)
+    return x, at, slopes
+
+
+def _descend(
+    residuals: Callable[[Vector], Vector], x: Vector, at: Vector, slopes: Vector, advance: Callable[[int], None]
+) -> tuple[Vector, Vector, Vector]:
+    """Damped Gauss-Newton steps until they gain little."""
     damping = 1e-3
-    for step in range(STEPS if len(x) else 0):
+    for step in range(STEPS):
         advance(step + 1)
         normal, slope = slopes.T @ slopes, slopes.T @ at
         better = False
@@ -48,8 +69,22 @@ def minimise(
         slopes = jacobian(residuals, x, at)
         if gain < _ENOUGH or cost(at) < EXACT * len(at):
             break
-    advance(STEPS)
     return x, at, slopes
+
+
+def _search(residuals: Callable[[Vector], Vector], x: Vector, at: Vector) -> tuple[Vector, Vector]:
+    """Steps along one parameter at a time, ever smaller: a model that is a maximum of others has kinks, where slopes
+    mislead."""
+    for step in _SEARCH:
+        for index in range(len(x)):
+            for way in (step, -step):
+                moved = x.copy()
+                moved[index] += way
+                there = residuals(moved)
+                if cost(there) < cost(at):
+                    x, at = moved, there
+                    break
+    return x, at
 
 
 def jacobian(residuals: Callable[[Vector], Vector], x: Vector, at: Vector) -> Vector:

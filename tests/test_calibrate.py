@@ -205,6 +205,14 @@ def test_a_profile_without_points_is_compared_with_its_own_model() -> None:
     assert any("no measured points" in note for note in found.notes)
 
 
+def test_the_real_device_can_be_measured_again_and_is_what_counts_then(profile: Path, tmp_path: Path) -> None:
+    changed = write_platform(tmp_path, PLAIN.replace("value = 100,", "value = 125,"), number("overhead_ns", 5_000))
+    found = verify(profile, clock="virtual", device=f"{changed}:mem")
+    chase = next(one for one in found.points if one.expected.point.pattern == "idle")
+    assert chase.real == pytest.approx(125, rel=0.01)
+    assert chase.error == pytest.approx(-0.2, abs=0.01)
+
+
 def test_a_point_that_was_measured_badly_counts_neither_way(profile: Path, tmp_path: Path) -> None:
     one = read_points(profile)[0]
     wide = edited(profile, tmp_path, f"ci95_low = {one.low!r}", f"ci95_low = {0.8 * one.value!r}")

@@ -32,7 +32,7 @@ def minimise(
     slopes = jacobian(residuals, x, at)
     for round_ in range(_ROUNDS if len(x) else 0):
         before = cost(at)
-        x, at, slopes = _descend(residuals, x, at, slopes, lambda done, r=round_: advance(done if not r else STEPS))
+        x, at, slopes = _descend(residuals, x, at, slopes, advance if not round_ else _silent)
         if cost(at) < EXACT * len(at):
             break
         x, at = _search(residuals, x, at)
@@ -70,6 +70,10 @@ def _descend(
         if gain < _ENOUGH or cost(at) < EXACT * len(at):
             break
     return x, at, slopes
+
+
+def _silent(done: int) -> None:
+    """Progress is told once."""
 
 
 def _search(residuals: Callable[[Vector], Vector], x: Vector, at: Vector) -> tuple[Vector, Vector]:

@@ -14,7 +14,7 @@ _LARGEST_STEP = 0.7
 _ENOUGH = 1e-4
 _ROUNDS = 3
 _SEARCH = (0.1, 0.03, 0.01)
-_WORTH_IT = 0.9
+_WORTH_IT = 0.97
 EXACT = 1e-10
 """A mean square below this is rounding."""
 
@@ -38,6 +38,7 @@ def minimise(
         x, at = _search(residuals, x, at)
         slopes = jacobian(residuals, x, at)
         if cost(at) > _WORTH_IT * before:
+            x, at, slopes = _descend(residuals, x, at, slopes, _silent)
             break
     advance(STEPS)
     return x, at, slopes

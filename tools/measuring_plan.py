@@ -65,7 +65,7 @@ def plan(subject: Subject, quick: bool = False, streams: int = 1) -> Plan:
         return Plan(tuple(fitting), pool, 9 if quick else 15, 30_000_000, 2 if quick else 4)
     if subject.promises:  # on this host's time its noise is left out, so one window is as good as the best of many
         return Plan(tuple(fitting), pool, 3, 4_000_000)
-    return Plan(tuple(fitting), pool, 9 if quick else 41, 4_000_000 if quick else 6_000_000, 3 if quick else 5)
+    return Plan(tuple(fitting), pool, 9 if quick else 33, 4_000_000 if quick else 6_000_000, 3 if quick else 5)
 
 
 def pool_nbytes(subject: Subject, quick: bool) -> int:

@@ -23,6 +23,7 @@ from tierloop.tools.measuring_passes import Measured
 
 _FLAT = 1.02
 """Latencies that rise by no more than this are those of a memory whose latency does not depend on its load."""
+_LINE_STEPS = 4
 _APART = 1.02
 """Rates of neighbouring points of a curve differ by at least this factor."""
 
@@ -69,6 +70,31 @@ def fit_curves(
     x, _, _ = minimise(residuals, start, lambda done: advance("loaded latency", done, STEPS))
     found = curves(x)
     return found, _misfit(model(constants, found), used, wanted)
+
+
+def refit_lines(
+    shape: Shape, measured: Sequence[Measured], constants: Mapping[str, float | None], curves: Sequence[Curve]
+) -> tuple[dict[str, float | None], dict[Point, float]]:
+    """The constants with lines under way that give the measured rates under these curves, and what is left over.
+
+    Scattered rows load the memory themselves, so they meet the latency of the curve, not that of an idle memory.
+    """
+    found = dict(constants)
+    names = {
+        one.point: f"{shape.kernels if one.point.verb == 'gather' else shape.mover}.mlp_lines.{one.point.span_nbytes}"
+        for one in measured
+        if one.valid and one.point.pattern == "random" and one.point.depth == 1
+    }
+    used = [one for one in measured if one.valid and found.get(names.get(one.point, ""))]
+    if not used or not curves:
+        return found, {}
+    model = Model(shape, [one.point for one in used], [one.host_ns for one in used])
+    wanted = np.array([one.value for one in used])
+    for _ in range(_LINE_STEPS):
+        off = misses(model(found, curves), wanted)
+        for one, part in zip(used, off, strict=True):
+            found[names[one.point]] = (found[names[one.point]] or 1.0) / float(np.exp(part))
+    return found, _misfit(model(found, curves), used, wanted)
 
 
 def _misfit(readings: Sequence[object], used: Sequence[Measured], wanted: Vector) -> dict[Point, float]:

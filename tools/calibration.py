@@ -12,7 +12,7 @@ import numpy as np
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import ClockKind
 from tierloop.tools.calibrating import Fit, fit
-from tierloop.tools.calibrating_curves import fit_curves
+from tierloop.tools.calibrating_curves import fit_curves, refit_lines
 from tierloop.tools.calibrating_profile import Shape, point_json, profile_text
 from tierloop.tools.measuring import Rig, Subject, usable_cores
 from tierloop.tools.measuring_passes import Journal, Measured, measure
@@ -139,6 +139,18 @@ def profile_of(
         raise ConfigurationError(f"{device}: no point could be measured: {'; '.join(reasons[:3])}")
     found = fit(shape, measured, advance)
     where = f"on {machine}, {date}"
+    curves, misfit = fit_curves(shape, measured, found.constants, advance)
+    found.curves = tuple(replace(one, source=f"{one.source}, {where}") for one in curves)
+    lines, changed = refit_lines(shape, measured, found.constants, curves)
+    for name, (low, high) in found.intervals.items():
+        scale = (lines[name] or 1.0) / (found.constants[name] or 1.0)
+        found.intervals[name] = (low * scale, high * scale)
+    found.constants = lines
+    found.residuals = np.array(
+        [changed.get(point, off) for point, off in zip(found.points, found.residuals, strict=True)]
+    )
+    found.points += tuple(misfit)
+    found.residuals = np.append(found.residuals, list(misfit.values()))
     sources = {"capacity": f"measured: as the device says, {where}"}
     for name, value in found.constants.items():
         if value is None:
@@ -159,10 +171,6 @@ def profile_of(
             )
             sources[table] = f"measured: 95 % CI {text or 'none'}, {where}"
         sources.setdefault(f"{executor.name}.overhead_ns", f"measured: not apart from the latency, {where}")
-    curves, misfit = fit_curves(shape, measured, found.constants, advance)
-    found.curves = tuple(replace(one, source=f"{one.source}, {where}") for one in curves)
-    found.points += tuple(misfit)
-    found.residuals = np.append(found.residuals, list(misfit.values()))
     unknown = sorted(name for name, value in found.constants.items() if value is None)
     calibration: dict[str, str | int | float | Sequence[str]] = {
         "machine": machine,

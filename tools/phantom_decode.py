@@ -1,8 +1,9 @@
 """A decode step as shapes only: what a GPU and near-memory processors would do, on the virtual clock.
 
-The default is Llama-3-8B at 2²⁰ tokens for each of 8 sequences, bfloat16: 1.1 TB of KV that no host has to hold. KV heads
-are divided over the PNM devices of the platform, as NELSSA does; every device attends over *all* rows of its heads (no
-selection). Per layer: qkv on the GPU, queries and new rows to each PNM, attend there, states back, merge, out and MLP.
+The default is Llama-3-8B at 2²⁰ tokens for each of 8 sequences, bfloat16: 1.1 TB of KV that no host has to hold. KV
+heads are divided over the PNM devices of the platform, as NELSSA does; every device attends over *all* rows of its
+heads (no selection). Per layer: qkv on the GPU, queries and new rows to each PNM, attend there, states back, merge, out
+and MLP.
 
 It is written as a policy is: a coroutine on the runtime's loop, commands with `after`, roles from the engine. Tables of
 spans and roots are made beforehand: those of old rows do not change from step to step, so a policy has them as well.
@@ -117,7 +118,7 @@ class PhantomDecode:
         self.engine = Engine(platform, kv)
         self._commands = 0
         platform.site.observers.append(self._count)
-        memories = [memory.name for memory in self.engine.memories("pnm")]
+        memories = sorted(memory.name for memory in self.engine.memories("pnm"))
         if not memories or shape.num_kv_heads % len(memories):
             raise ConfigurationError(f"{shape.num_kv_heads} KV heads do not divide by {len(memories)} PNM devices")
         gpu = self.engine.dense.memory

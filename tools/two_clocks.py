@@ -1,9 +1,10 @@
 """One scenario on two clocks: how far an emulated run on the wall clock is from what the virtual clock says.
 
 The same decode (tiered_decode.py) runs once on the virtual clock and several times on the wall clock, dilated as the
-platform file says. A wall-clock run counts only if no promise was broken and its *lateness* is at most `LATENESS_PERCENT`
-of its makespan; other runs are invalid and listed with the reason, never averaged in. Lateness is that of the worst
-chain: what each command overran its due time by, added up along what it came after and along its queue.
+platform file says. A wall-clock run counts only if no promise was broken and its *lateness* is at most
+`LATENESS_PERCENT` of its makespan; other runs are invalid and listed with the reason, never averaged in. Lateness is
+that of the worst chain: what each command overran its due time by, added up along what it came after and along its
+queue.
 """
 
 from __future__ import annotations

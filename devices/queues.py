@@ -124,7 +124,8 @@ class QueueSet:
             observe(completion)
         completion.after = ()
         if completion._followers:
-            self._site.followers.extend((call, completion) for call in completion._followers)
+            for call in completion._followers:
+                self._site.followers.append((call, completion))
             completion._followers.clear()
 
     def _settle(self) -> None:

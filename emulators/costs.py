@@ -274,14 +274,8 @@ class Costs:
     def _ranges(self, segments: Sequence[Segment]) -> Ranges:
         if not segments:
             return NOTHING
-        parts = []
-        for region, spans in segments:
-            address = self._fabric.media[region.memory].store.address(region)
-            part = spans.array
-            if address:
-                part = part.copy()
-                part[:, 0] += address
-            parts.append(part)
+        media = self._fabric.media
+        parts = [spans.array + media[region.memory].store.origin(region) for region, spans in segments]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _transfer(self, source: str, target: str) -> tuple[Route, int, bool]:

@@ -49,6 +49,7 @@ class Store:
         self._live = {} if live is None else live
         self._next_id = 0
         self._mine: dict[Region, int] = {}
+        self._origins: dict[Region, NDArray[np.int64]] = {}
 
     def alloc(self, nbytes: int, phantom: bool) -> Region:
         """Allocate zeroed bytes. Raises OutOfRange or OutOfMemory."""
@@ -90,6 +91,7 @@ class Store:
         if region not in self._mine:
             raise OutOfRange(self.name, "free", f"{region} is not a region of this device, or is freed")
         address = self._mine.pop(region)
+        self._origins.pop(region, None)
         del self._live[region]
         region.freed = True
         self.used -= self._size(region.nbytes)
@@ -100,6 +102,13 @@ class Store:
     def address(self, region: Region) -> int:
         """Where a live region of this store begins on the medium; 0 where addresses mean nothing."""
         return self._mine[region]
+
+    def origin(self, region: Region) -> NDArray[np.int64]:
+        """[address, 0]: what turns spans of the region into ranges on the medium, as a sum."""
+        found = self._origins.get(region)
+        if found is None:
+            found = self._origins[region] = np.array([self._mine[region], 0], dtype=np.int64)
+        return found
 
     def close(self) -> None:
         """Free everything."""

@@ -103,12 +103,12 @@ class PnmModel:
             from tierloop.firmware_models.pnm_requests import serve  # compiles on import, so not before it is needed
 
             self._requests = serve
-        num_tiles, busiest, moved, most_opens, opens = self._requests(
-            np.ascontiguousarray(reads), np.ascontiguousarray(writes), *self._sizes
-        )
+        if not (reads.flags.c_contiguous and writes.flags.c_contiguous):
+            reads, writes = np.ascontiguousarray(reads), np.ascontiguousarray(writes)
+        num_tiles, busiest, moved, most_opens, opens = self._requests(reads, writes, *self._sizes)
         if not num_tiles:
             return MediaWork(0, 1, 0), 0
-        at_work = min(num_tiles, g.engines)
+        at_work = num_tiles if num_tiles < g.engines else g.engines
         bus_ns = -(-busiest * 1_000_000_000 // g.channel_bytes_per_s)
         bank_ns = most_opens * g.row_cycle_ns
         engine_ns = -(-num_tiles // g.engines) * g.request_ns

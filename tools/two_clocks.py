@@ -52,6 +52,8 @@ class ClockRun:
     dilation: int
     digest: str
     invalid: tuple[str, ...]
+    interference: float = 0.0
+    """What the emulators' own traffic took of the host's bandwidth, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ def run_on(platform: Platform, num_layers: int = 2, num_steps: int = 3, shrink: 
     finally:
         platform.site.observers.remove(lateness)
     makespan, late = clock.now() - begun, lateness.worst_ns
+    invalid, interference = list(platform.site.invalid), platform.site.interference
     scenario.engine.close()
-    invalid = list(platform.site.invalid)
     if late * 100 > LATENESS_PERCENT * makespan:
         invalid.append(
             f"late by {late / 1e6:.2f} ms in {makespan / 1e6:.1f} ms, more than {LATENESS_PERCENT:g} %: "
             "this host was busy with something else"
         )
-    return ClockRun(-(-makespan // sigma), -(-late // sigma), sigma, scenario.digest(), tuple(invalid))
+    return ClockRun(-(-makespan // sigma), -(-late // sigma), sigma, scenario.digest(), tuple(invalid), interference)
 
 
 def open_wall() -> Platform:

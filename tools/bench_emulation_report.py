@@ -66,6 +66,7 @@ class EmulationReport:
     events_per_s: float
     media_operations_per_s: dict[str, float]
     commands_per_s: float
+    contended_per_s: float
     phantom: PhantomFigures
 
     @property
@@ -120,6 +121,7 @@ class EmulationReport:
             f"wall clock: σ = {self.dilation}; {len(self.clocks.valid)} of {len(self.clocks.wall)} decodes were valid",
             f"virtual clock: {self.events_per_s / 1e6:.2f} M events/s; {phantom.simulated_s_per_s:.0f} simulated "
             f"seconds per second: a step of {phantom.simulated_s:.3f} s, {phantom.commands} commands, all rows",
+            f"commands of which three at a time share a memory: {self.contended_per_s:,.0f}/s",
             f"media operations: {media}",
             f"trace hash of the step: {phantom.trace_hash}",
         ]
@@ -162,6 +164,7 @@ class EmulationReport:
             "wall_vs_virtual_pct": self.clocks.difference_pct,
             "dilation": self.dilation,
             "trace_hash": self.phantom.trace_hash,
+            "commands_contended_per_s": self.contended_per_s,
             "clock_latency": [_latency(figure) for figure in self.clock_latencies],
             "fair_share_error_virtual_pct": self.fair_share.virtual,
             "route_error_virtual_pct": self.route.virtual,
@@ -202,11 +205,13 @@ def measure(quick: bool, progress: Progress) -> EmulationReport:
     stage(1)
     media = media_operations_per_s(tries)
     stage(2)
-    commands = commands_per_s(tries * 2)
+    commands, contended = commands_per_s(tries * 2), commands_per_s(tries, contended=True)
     stage(3)
     phantom = phantom_figures(tries * 2)
     stage(4)
-    return EmulationReport(rates, latencies, at_clock, fair, route, small, clocks, events, media, commands, phantom)
+    return EmulationReport(
+        rates, latencies, at_clock, fair, route, small, clocks, events, media, commands, contended, phantom
+    )
 
 
 def _contended(figure: Callable[[Platform], links.Judged], effort: Effort, name: str, progress: Progress) -> Contended:

@@ -18,7 +18,6 @@ from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Copy
 from tierloop.devices.completion import Completion
 from tierloop.devices.registry import open_platform
-from tierloop.devices.spans import Spans
 from tierloop.firmware_models.flash import FlashGeometry, FlashModel
 from tierloop.firmware_models.media import NOTHING, Ranges
 from tierloop.runtime.loop import Loop
@@ -105,29 +104,29 @@ def media_operations_per_s(tries: int) -> dict[str, float]:
     return figures
 
 
-def commands_per_s(tries: int) -> float:
-    """Commands of a policy over links of the platform `demo`: batches on three queues, each after the one before."""
+def commands_per_s(tries: int, contended: bool = False) -> float:
+    """Commands of a policy on the platform `demo`: batches of copies to the GPU, from it, and from the CXL card.
+
+    Each comes after the one before, or, if `contended`, after the one before on its queue: then three at a time share
+    host memory, and every arrival and departure moves the ends of the others.
+    """
     with open_platform("demo", clock="virtual") as platform:
         gpu, dram = platform.device("emu:gpu"), platform.device("emu:dram")
         near, far, card = (
-            platform.memory_owner(name).alloc(1 << 20, name, phantom=True)
+            platform.memory_owner(name).alloc(1 << 20, name, phantom=True).at(0, 4096)
             for name in ("emu:dram", "emu:gpu", "emu:cxl")
         )
-        spans = Spans.one(0, 4096)
-        moves = [
-            (gpu, 2, Copy(near.all()._replace(spans=spans), far.all()._replace(spans=spans))),
-            (gpu, 3, Copy(far.all()._replace(spans=spans), near.all()._replace(spans=spans))),
-            (dram, 0, Copy(card.all()._replace(spans=spans), near.all()._replace(spans=spans))),
-        ]
+        moves = ((gpu, 2, Copy(near, far)), (gpu, 3, Copy(far, near)), (dram, 0, Copy(card, near)))
         loop = Loop(platform.clock)
 
         async def policy() -> None:
-            before: dict[int, list[Completion]] = {queue: [] for _, queue, _ in moves}
+            last: list[list[Completion]] = [[], [], []]
             for _ in range(_ROUNDS):
                 for _ in range(_BATCH // len(moves)):
-                    for device, queue, command in moves:
-                        before[queue] = [device.submit(command, queue, before[queue])]
-                for completions in before.values():
+                    for number, (device, queue, command) in enumerate(moves):
+                        before = last[number if contended else number - 1]
+                        last[number] = [device.submit(command, queue, before)]
+                for completions in last:
                     await completions[0]
 
         return _ROUNDS * _BATCH / _best(lambda: loop.run(policy()), tries)

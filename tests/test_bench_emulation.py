@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -73,7 +75,8 @@ def test_invalid_runs_are_tried_again_and_counted() -> None:
 
 
 def test_trying_ends_although_nothing_is_valid() -> None:
-    tried = attempt(lambda: None, Effort(wanted=3, tries=7))
+    runs: Iterator[float | None] = repeat(None)
+    tried = attempt(lambda: next(runs), Effort(wanted=3, tries=7))
     assert (tried.values, tried.invalid) == ([], 7)
 
 
@@ -123,7 +126,8 @@ def test_on_the_virtual_clock_links_do_what_the_closed_forms_say() -> None:
             assert invalid == ()
             assert error is not None
             assert error < 1e-3  # what rounding up to whole ns makes
-        assert bench_emulation_links.small_delay_quanta(platform) == (pytest.approx(1, abs=0.01), ())
+        delay, invalid = bench_emulation_links.small_delay_quanta(platform)
+        assert (delay, invalid) == (pytest.approx(1, abs=0.01), ())  # type: ignore[comparison-overlap]  # approx
         assert not [c for c in platform.site.observers if "Lateness" in type(c).__name__]
 
 

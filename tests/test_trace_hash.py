@@ -13,13 +13,16 @@ import pytest
 from tests.machines import DEVICES, finish, open_machine
 from tests.timed_device import Bench
 from tierloop.devices.commands import Copy, Launch, Read
+from tierloop.devices.completion import Completion
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.platform import Platform
-from tierloop.devices.regions import Region
+from tierloop.devices.regions import Segment
+from tierloop.devices.registry import open_platform
 from tierloop.devices.waiting import wait
 from tierloop.runtime.trace_hash import TraceHash
 from tierloop.tools.phantom_decode import DecodeShape, open_phantom
-from tierloop.tools.two_clocks import PLATFORM, open_platform, run_on
+from tierloop.tools.tiered_decode import Size
+from tierloop.tools.two_clocks import PLATFORM, run_on
 
 SMALL = DecodeShape(num_layers=3, context=4096, batch=2)
 GOLDEN = "a6e76fb9bb02289c65ce707df268af1e1049e96b965fd1f122f0cad9a69b1a15"
@@ -39,23 +42,23 @@ def busy_hash(platform: Platform, seed: int) -> str:
     devices = platform.devices
     trace = TraceHash(platform)
     regions = {name: devices[f"emu:{name}"].alloc(1 << 20, phantom=True) for name in sorted(DEVICES)}
-    started = []
+    started: list[Completion] = []
     for _ in range(40):
         nbytes = 4096 * int(order.integers(1, 60))
         into = np.empty(nbytes, dtype=np.uint8)
 
-        def at(name: str, nbytes: int = nbytes) -> Region:
-            return regions[name].at(4096 * int(order.integers(0, 100)), nbytes)  # type: ignore[return-value]
+        def at(name: str, nbytes: int = nbytes) -> Segment:
+            return regions[name].at(4096 * int(order.integers(0, 100)), nbytes)
 
         after = [started[int(order.integers(len(started)))]] if started else []
         gpu, dram = devices["emu:gpu"], devices["emu:dram"]
         started += [
-            gpu.submit(Copy(at("dram"), at("gpu")), 2, after),  # type: ignore[arg-type]
-            gpu.submit(Copy(at("gpu"), at("cxl")), 4),  # type: ignore[arg-type]
+            gpu.submit(Copy(at("dram"), at("gpu")), 2, after),
+            gpu.submit(Copy(at("gpu"), at("cxl")), 4),
             gpu.submit(Launch(Dense("mlp", nbytes, nbytes, 0), (), ()), 0),
-            dram.submit(Copy(at("cxl"), at("dram")), int(order.integers(4)), after),  # type: ignore[arg-type]
-            devices["emu:nvme"].submit(Read(at("nvme"), into), int(order.integers(4))),  # type: ignore[arg-type]
-            devices["emu:pnm"].submit(Copy(at("pnm"), at("dram")), 2),  # type: ignore[arg-type]
+            dram.submit(Copy(at("cxl"), at("dram")), int(order.integers(4)), after),
+            devices["emu:nvme"].submit(Read(at("nvme"), into), int(order.integers(4))),
+            devices["emu:pnm"].submit(Copy(at("pnm"), at("dram")), 2),
         ]
     finish(platform, *started)
     return trace.end()
@@ -124,7 +127,7 @@ def real_hash() -> str:
     """Hash and digest of the outputs of a small decode with real bytes."""
     with open_platform(PLATFORM, clock="virtual") as platform:
         trace = TraceHash(platform)
-        run = run_on(platform, num_layers=1, num_steps=2, shrink=8)
+        run = run_on(platform, Size(num_layers=1, num_steps=2, shrink=8))
         return f"{trace.end()} {run.digest}"
 
 

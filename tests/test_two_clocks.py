@@ -10,9 +10,10 @@ from tests.timed_device import Bench
 from tierloop.devices.completion import Completion
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
+from tierloop.tools.tiered_decode import Size
 from tierloop.tools.two_clocks import PLATFORM, ChainLateness, ClockRun, TwoClocks, compare_clocks, run_on
 
-SMALL = {"num_layers": 1, "num_steps": 2, "shrink": 8}
+SMALL = Size(num_layers=1, num_steps=2, shrink=8)
 
 
 def host(*late_ns: int) -> Callable[[], Platform]:
@@ -32,7 +33,7 @@ def host(*late_ns: int) -> Callable[[], Platform]:
 
 
 def test_a_host_that_is_never_late_agrees_with_the_virtual_clock() -> None:
-    found = compare_clocks(wanted=2, open_wall=host(0, 0), **SMALL)
+    found = compare_clocks(wanted=2, open_wall=host(0, 0), size=SMALL)
     assert found.difference_pct == 0
     assert [run.makespan_ns for run in found.wall] == [found.virtual.makespan_ns] * 2
     assert found.virtual.makespan_ns > 0
@@ -40,7 +41,7 @@ def test_a_host_that_is_never_late_agrees_with_the_virtual_clock() -> None:
 
 
 def test_a_late_run_is_invalid_and_tried_again() -> None:
-    found = compare_clocks(tries=5, wanted=2, open_wall=host(0, 50_000, 0), **SMALL)
+    found = compare_clocks(tries=5, wanted=2, open_wall=host(0, 50_000, 0), size=SMALL)
     assert [bool(run.invalid) for run in found.wall] == [False, True, False]
     assert len(found.valid) == 2
     assert "late by" in found.wall[1].invalid[0]
@@ -48,7 +49,7 @@ def test_a_late_run_is_invalid_and_tried_again() -> None:
 
 
 def test_a_slow_host_gives_no_number_at_all() -> None:
-    found = compare_clocks(tries=3, open_wall=host(50_000, 50_000, 50_000), **SMALL)
+    found = compare_clocks(tries=3, open_wall=host(50_000, 50_000, 50_000), size=SMALL)
     assert found.difference_pct is None
     assert len(found.wall) == 3
 
@@ -59,7 +60,7 @@ def test_a_broken_promise_makes_a_run_invalid_however_small_its_lateness() -> No
         platform.site.invalid.append("the host could not keep a promise")
         return platform
 
-    found = compare_clocks(tries=1, open_wall=broken, **SMALL)
+    found = compare_clocks(tries=1, open_wall=broken, size=SMALL)
     assert found.wall[0].invalid == ("the host could not keep a promise",)
     assert found.difference_pct is None
 
@@ -89,7 +90,7 @@ def test_the_scenario_uses_every_tier_and_is_the_same_every_time() -> None:
                     moved[memory] = moved.get(memory, 0) + nbytes
 
             platform.site.observers.append(count)
-            return run_on(platform, **SMALL)
+            return run_on(platform, size=SMALL)
 
     assert run() == run()
     assert all(moved[f"emu:{name}"] > 2 * 512 * 8 for name in ("gpu", "dram", "cxl", "pnm", "nvme"))

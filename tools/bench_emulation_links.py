@@ -84,7 +84,7 @@ class _Way:
 
     def fixed_ns(self, queue: int) -> int:
         """What a copy of one span takes beside its bytes."""
-        return self._latency_ns + self._overheads_ns[queue]
+        return int(self._latency_ns + self._overheads_ns[queue])
 
     def run(self, *copies: tuple[int, int, int]) -> tuple[list[int], tuple[str, ...]]:
         """Copies (queue, offset, nbytes) that begin at once: how long each took, and why that must not be believed."""

@@ -90,7 +90,7 @@ class LatencyFigure:
 def rate_figures(effort: Effort, tiles: tuple[int, ...] = TILES, progress: Progress | None = None) -> list[RateFigure]:
     """Every target at every size of tile."""
     buffer = np.ones(1 << 26, dtype=np.uint8)
-    figures = []
+    figures: list[RateFigure] = []
     for tile in tiles:
         host = max(int(measure_rate(1 << 27, tile, _ANY_RATE, buffer)[0]) for _ in range(3))
         for target in RATES:

@@ -138,7 +138,7 @@ class EmulationReport:
     @property
     def invalid_runs(self) -> int:
         """How many runs were invalid, in all."""
-        figures = [*self.rates, *self.latencies, *self.clock_latencies]
+        figures: list[RateFigure | LatencyFigure] = [*self.rates, *self.latencies, *self.clock_latencies]
         contended = len(self.fair_share.invalid) + len(self.route.invalid)
         late = len(self.clocks.wall) - len(self.clocks.valid)
         return sum(figure.invalid_runs for figure in figures) + contended + late

@@ -64,7 +64,8 @@ def events_per_s(tries: int) -> float:
     times = np.random.default_rng(0).permutation(_EVENTS).tolist()
 
     def run() -> None:
-        clock, seen = VirtualClock(), []
+        clock = VirtualClock()
+        seen: list[int] = []
         for time_ns in times:
             clock.call_at(time_ns, seen.append, time_ns)
         clock.wait_until(_EVENTS)

@@ -34,6 +34,15 @@ _MOST_ROOTS = 32
 """Of one sequence and head on one tier: a run of n splits is covered by fewer than 2 · log2(n) nodes."""
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much of it: layers, steps, and by how much every tier holds fewer tokens (a power of two up to 8)."""
+
+    num_layers: int = 2
+    num_steps: int = 3
+    shrink: int = 1
+
+
 @dataclass
 class _Tier:
     """Rows [first, first + tokens) of each sequence and head; room for `room` of them, per layer and side."""
@@ -62,15 +71,14 @@ class _Tier:
 class TieredDecode:
     """The scenario on an open platform. Raises ConfigurationError where a kind of memory is missing."""
 
-    def __init__(self, platform: Platform, num_layers: int = 2, num_steps: int = 3, shrink: int = 1, seed: int = 0):
+    def __init__(self, platform: Platform, size: Size, seed: int = 0) -> None:
         self.platform = platform
-        self._layers = num_layers
-        self._steps = num_steps
+        self._layers, self._steps = size.num_layers, size.num_steps
         self._noise = np.random.default_rng(seed)
         self._seed = seed
         self._digest = hashlib.sha256()
         self.engine = Engine(
-            platform, KVShape(num_layers, KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, "float32", SPLIT, SPLIT)
+            platform, KVShape(size.num_layers, KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM, "float32", SPLIT, SPLIT)
         )
         gpu = self.engine.dense.memory
         self._queries = self.engine.scratch(gpu, BATCH * KV_HEADS * GROUP * HEAD_DIM * 4)
@@ -78,8 +86,8 @@ class TieredDecode:
         first = 0
         self._tiers = []
         for kind, tokens in TOKENS.items():
-            self._tiers.append(self._tier(kind, first, tokens // shrink))
-            first += tokens // shrink
+            self._tiers.append(self._tier(kind, first, tokens // size.shrink))
+            first += tokens // size.shrink
         self._states = self.engine.scratch(gpu, len(self._tiers) * self._tiers[0].states.nbytes)
 
     def _tier(self, kind: str, first: int, tokens: int) -> _Tier:

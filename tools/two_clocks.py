@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from tierloop.devices.completion import Completion
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
-from tierloop.tools.tiered_decode import TieredDecode
+from tierloop.tools.tiered_decode import Size, TieredDecode
 
 PLATFORM = "demo"
+WHOLE = Size()
 LATENESS_PERCENT = 1.0
 """Runs that are later than this are invalid."""
 TARGET_PERCENT = 5.0
@@ -81,9 +82,9 @@ class TwoClocks:
         return all(run.digest == self.virtual.digest for run in self.wall)
 
 
-def run_on(platform: Platform, num_layers: int = 2, num_steps: int = 3, shrink: int = 1) -> ClockRun:
+def run_on(platform: Platform, size: Size = WHOLE) -> ClockRun:
     """Run the scenario on an open platform; placing the cache is not in the makespan."""
-    scenario = TieredDecode(platform, num_layers, num_steps, shrink)
+    scenario = TieredDecode(platform, size)
     loop, clock, sigma = scenario.engine.loop, platform.clock, platform.dilation
     loop.run(scenario.place())
     for restart in platform.site.restarts:
@@ -116,20 +117,17 @@ def compare_clocks(
     wanted: int = 3,
     open_wall: Callable[[], Platform] = open_wall,
     progress: Progress | None = None,
-    num_layers: int = 2,
-    num_steps: int = 3,
-    shrink: int = 1,
+    size: Size = WHOLE,
 ) -> TwoClocks:
     """Run on both clocks; on the wall clock until `wanted` runs were valid, at most `tries` times."""
-    sizes = num_layers, num_steps, shrink
     with open_platform(PLATFORM, clock="virtual") as platform:
-        virtual = run_on(platform, *sizes)
+        virtual = run_on(platform, size)
     runs: list[ClockRun] = []
     while len(runs) < tries and sum(not run.invalid for run in runs) < wanted:
         if progress is not None:
             progress("one scenario, two clocks", len(runs), tries)
         with open_wall() as platform:
-            runs.append(run_on(platform, *sizes))
+            runs.append(run_on(platform, size))
     if progress is not None:
         progress("one scenario, two clocks", tries, tries)
     return TwoClocks(virtual, tuple(runs))

@@ -23,7 +23,7 @@ def test_every_layer_attends_on_every_pnm_and_nothing_is_left_out_of_order() -> 
     with open_phantom(SMALL, check_hazards=True) as scenario:
         scenario.platform.site.observers.append(count)
         _, commands = scenario.run()
-    assert commands == sum(counts.values()) == 2 * (3 + 4 * 4) + 1
+    assert commands == sum(counts.values()) == 2 * (3 + 3 * 4) + 1
     assert all(counts[f"emu:pnm{i}", "attend"] == 2 for i in range(4))
     assert counts["emu:gpu", "merge"] == 2
     assert counts["emu:gpu", "dense"] == 2 * 2 + 1

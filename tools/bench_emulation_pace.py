@@ -23,9 +23,12 @@ RATES = (100_000_000, 1_000_000_000, 4_000_000_000, 8_000_000_000)
 TILES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 LATENCIES_NS = (200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
 CLOCK_LATENCIES_NS = (10_000, 100_000, 1_000_000)
-_RUN_NS = 40_000_000
+_RATE_NS, _LATENCY_NS = 10_000_000, 2_000_000
+"""Runs are short, so that some are valid on a host that others use as well, and are tried all the more often."""
 _LEAST_TILES = 4
 _WAITS = (50, 1000)
+_SHORT = 4
+"""Tries of a short run for each that is allowed of others."""
 _ANY_RATE = 10**15
 
 T = TypeVar("T")
@@ -38,6 +41,10 @@ class Effort:
 
     wanted: int = 5
     tries: int = 15
+
+    def short(self) -> Effort:
+        """For runs of a few milliseconds."""
+        return Effort(self.wanted, _SHORT * self.tries)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def rate_figures(effort: Effort, tiles: tuple[int, ...] = TILES, progress: Progr
     buffer = np.ones(1 << 26, dtype=np.uint8)
     figures: list[RateFigure] = []
     for tile in tiles:
-        host = max(int(measure_rate(1 << 27, tile, _ANY_RATE, buffer)[0]) for _ in range(3))
+        host = max(int(measure_rate(1 << 27, tile, _ANY_RATE, buffer)[0]) for _ in range(5))
         for target in RATES:
             if progress is not None:
                 progress("rates", len(figures), len(RATES) * len(tiles))
@@ -108,13 +115,13 @@ def _rate(
     impossible = RateFigure(target, tile, host, None, 0)
     if not impossible.possible:
         return impossible
-    nbytes = -(-max(target * _RUN_NS // 10**9, _LEAST_TILES * tile) // tile) * tile
+    nbytes = -(-max(target * _RATE_NS // 10**9, _LEAST_TILES * tile) // tile) * tile
 
     def run() -> float | None:
         achieved, worst_ns = measure_rate(nbytes, tile, target, buffer)
         return abs(achieved / target - 1) * 100 if worst_ns <= DEBT_NS else None
 
-    tried = attempt(run, effort)
+    tried = attempt(run, effort.short())
     return RateFigure(target, tile, host, statistics.median(tried.values) if tried.values else None, tried.invalid)
 
 
@@ -144,7 +151,7 @@ def _latencies(
     for number, target in enumerate(targets_ns):
         if progress is not None:
             progress(stage, number, len(targets_ns))
-        count = min(max(_RUN_NS // target, _WAITS[0]), _WAITS[1])
+        count = min(max(_LATENCY_NS // target, _WAITS[0]), _WAITS[1])
 
         def run(target: int = target, count: int = count) -> tuple[float, float] | None:
             errors = np.abs(measure(target, count))
@@ -153,7 +160,7 @@ def _latencies(
             p50, p99 = np.percentile(errors, (50, 99)).tolist()
             return p50, p99
 
-        tried = attempt(run, effort)
+        tried = attempt(run, effort.short())
         p50, p99 = (statistics.median(values[i] for values in tried.values) if tried.values else None for i in (0, 1))
         figures.append(LatencyFigure(target, p50, p99, tried.invalid))
     if progress is not None:

@@ -2,8 +2,8 @@
 
 The default is Llama-3-8B at 2²⁰ tokens for each of 8 sequences, bfloat16: 1.1 TB of KV that no host has to hold. KV
 heads are divided over the PNM devices of the platform, as NELSSA does; every device attends over *all* rows of its
-heads (no selection). Per layer: qkv on the GPU, queries and new rows to each PNM, attend there, states back, merge, out
-and MLP.
+heads (no selection). Per layer: qkv on the GPU, queries and new rows to each PNM in one copy, attend there, states
+back, merge, out and MLP.
 
 It is written as a policy is: a coroutine on the runtime's loop, commands with `after`, roles from the engine. Tables of
 spans and roots are made beforehand: those of old rows do not change from step to step, so a policy has them as well.
@@ -84,14 +84,14 @@ class _Share:
     """What one PNM does in every layer: its lane, the operands, and where the GPU keeps its side of them."""
 
     lane: Lane
-    queries: Segment
     states: Segment
     roots: Int64
     local_roots: Int64
     rows: list[Rows]
-    new_rows: list[Segment]
-    gpu_queries: Segment
-    gpu_rows: Segment
+    queries: list[Segment]
+    arriving: list[Segment]
+    """Per layer where queries and new rows come to lie, in the order of `leaving` on the GPU."""
+    leaving: Segment
     gpu_states: Segment = field(init=False)
 
 
@@ -122,17 +122,17 @@ class PhantomDecode:
         if not memories or shape.num_kv_heads % len(memories):
             raise ConfigurationError(f"{shape.num_kv_heads} KV heads do not divide by {len(memories)} PNM devices")
         gpu = self.engine.dense.memory
-        queries = self._region(gpu, shape.batch * shape.num_q_heads * shape.head_dim * 4)
-        rows = self._region(gpu, 2 * shape.batch * shape.num_kv_heads * shape.head_dim * ITEM)
-        self._projected = ((queries.all(),), (rows.all(),))
-        self._shares = [self._share(i, len(memories), memory, queries, rows) for i, memory in enumerate(memories)]
+        queries_nbytes = shape.batch * shape.num_q_heads * shape.head_dim * 4
+        projected = self._region(gpu, queries_nbytes + 2 * shape.batch * shape.num_kv_heads * shape.head_dim * ITEM)
+        self._projected = ((projected.all(),),)
+        self._shares = [self._share(i, len(memories), memory, projected) for i, memory in enumerate(memories)]
         self._roots = np.concatenate([share.roots for share in self._shares])
         each = self.engine.state_nbytes(len(self._shares[0].roots))
         states = self._region(gpu, each * len(self._shares))
         for i, share in enumerate(self._shares):
             share.gpu_states = states.at(i * each, each)
         self._states = [share.gpu_states for share in self._shares]
-        self._output = self._region(gpu, queries.nbytes).all()
+        self._output = self._region(gpu, queries_nbytes).all()
         self._positions = np.full((shape.batch, 1), shape.context - 1, dtype=np.int64)
         self._qkv = self._dense("qkv", shape.qkv_weights)
         self._finish = self._dense("out + mlp", shape.finish_weights)
@@ -147,7 +147,7 @@ class PhantomDecode:
         shape = self.shape
         return Dense(label, 2 * shape.batch * weights, ITEM * weights, ITEM * 2 * shape.batch * shape.hidden)
 
-    def _share(self, number: int, of: int, memory: str, queries: Region, rows: Region) -> _Share:
+    def _share(self, number: int, of: int, memory: str, projected: Region) -> _Share:
         """KV heads [number · h, (number + 1) · h) of all sequences, h = num_kv_heads / of."""
         shape, engine = self.shape, self.engine
         lane = engine.runner("attend", memory)
@@ -163,24 +163,25 @@ class PhantomDecode:
         old = Spans.equal(place, shape.context * row)
         last = place + (shape.context - 1) * row
         half = len(runs) * shape.context * row
-        regions = [self._region(memory, 2 * half) for _ in range(shape.num_layers)]
         values = Spans.equal(place + half, shape.context * row)
-        new = Spans.equal(np.concatenate([last, last + half]), row)
-        per_head = shape.group * shape.head_dim * 4
-        mine = heads * per_head
-        first = np.arange(shape.batch) * shape.num_kv_heads * per_head + number * mine
-        gpu_rows = np.arange(2 * shape.batch)[:, None] * shape.num_kv_heads * row + number * heads * row
-        gpu_rows = (gpu_rows + np.arange(heads) * row).reshape(-1)
+        mine = heads * shape.group * shape.head_dim * 4  # bytes of the queries of one sequence
+        queries = 2 * half + np.arange(shape.batch) * mine
+        regions = [self._region(memory, 2 * half + shape.batch * mine) for _ in range(shape.num_layers)]
+        from_queries = np.arange(shape.batch) * of * mine + number * mine
+        from_rows = np.arange(2 * shape.batch)[:, None] * shape.num_kv_heads * row + number * heads * row
+        from_rows = shape.batch * of * mine + (from_rows + np.arange(heads) * row).reshape(-1)
+        sizes = np.repeat([mine, row], [shape.batch, len(from_rows)])
+        leaving = np.stack([np.concatenate([from_queries, from_rows]), sizes], axis=1)
+        arriving = Spans(np.stack([np.concatenate([queries, last, last + half]), sizes], axis=1))
         return _Share(
             lane,
-            self._region(memory, shape.batch * mine).all(),
             self._region(memory, engine.state_nbytes(len(local))).all(),
             local + np.array([0, number * heads, 0, 0]),
             local,
             [Rows(runs, (Segment(r, old),), (Segment(r, values),)) for r in regions],
-            [Segment(r, new) for r in regions],
-            Segment(queries, Spans.equal(first, mine)),
-            Segment(rows, Spans.equal(gpu_rows, row)),
+            [r.at(2 * half, shape.batch * mine) for r in regions],
+            [Segment(r, arriving) for r in regions],
+            Segment(projected, Spans(leaving)),
         )
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -197,9 +198,8 @@ class PhantomDecode:
         projected = [self._launch(self._qkv, self._projected, after)]
         returned = []
         for share in self._shares:
-            asked = engine.copy(share.gpu_queries, share.queries, projected)
-            stored = engine.copy(share.gpu_rows, share.new_rows[layer], projected)
-            attended = self._attend(share, layer, [asked, stored])
+            arrived = engine.copy(share.leaving, share.arriving[layer], projected)
+            attended = self._attend(share, layer, [arrived])
             returned.append(engine.copy(share.states, share.gpu_states, [attended]))
         merged = engine.merge(self._states, self._roots, self._positions, self._output, returned)
         await merged
@@ -222,7 +222,7 @@ class PhantomDecode:
             self._positions,
             share.local_roots,
         )
-        reads = (share.queries,), rows.keys, rows.values
+        reads = (share.queries[layer],), rows.keys, rows.values
         return self.engine.launch(share.lane, args, reads, ((share.states,),), after)
 
     def _launch(self, args: Dense, writes: Sequence[tuple[Segment, ...]], after: Sequence[Completion]) -> Completion:

@@ -137,10 +137,11 @@ class Job:
     what firmware-run media of the executor's device move, `fault` why it will fail ("" if it will not), `idle` that it
     has nothing to move or compute. It is `due` when the last flow has ended and its latency has passed, and `over` when
     its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it. `pace` is
-    told when the end moves, if it keeps one.
+    told when the end moves, if it keeps one; what its kernel has written may be kept `aside` until it is due.
     """
 
     __slots__ = (
+        "aside",
         "completion",
         "demands",
         "due",
@@ -175,6 +176,7 @@ class Job:
         self.future: Any = None
         self.outcome: Any = None
         self.pace: Pace | None = None
+        self.aside: list[Any] = []
 
 
 class Regions(dict[Region, NDArray[np.uint8] | None]):

@@ -105,7 +105,7 @@ def test_a_rate_whose_waits_ended_late_does_not_count(monkeypatch: pytest.Monkey
 
 
 def test_latencies_are_medians_of_percentiles_over_valid_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = iter([10, DEBT_NS + 1, -30, 20])
+    runs = iter([10, 2_001, -30, 20])
 
     def measure(_: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         return np.full(count, next(runs))

@@ -16,11 +16,11 @@ from tierloop.tools.two_clocks import PLATFORM, ChainLateness, ClockRun, TwoCloc
 SMALL = Size(num_layers=1, num_steps=2, shrink=8)
 
 
-def host(*late_ns: int) -> Callable[[], Platform]:
+def host(*late_ns: int) -> Callable[[int], Platform]:
     """Opens platforms whose host ends every command so late, a platform for each number; their clock is virtual."""
     left = list(late_ns)
 
-    def open_late() -> Platform:
+    def open_late(_: int) -> Platform:
         platform, late = open_platform(PLATFORM, clock="virtual"), left.pop(0)
 
         def overrun(completion: Completion) -> None:
@@ -48,6 +48,18 @@ def test_a_late_run_is_invalid_and_tried_again() -> None:
     assert found.wall[1].lateness_ns > found.virtual.makespan_ns // 100
 
 
+def test_after_an_invalid_run_the_next_is_stretched() -> None:
+    asked: list[int] = []
+    hosts = host(50_000, 50_000, 0, 0)
+
+    def opened(stretch: int) -> Platform:
+        asked.append(stretch)
+        return hosts(stretch)
+
+    compare_clocks(tries=4, wanted=2, open_wall=opened, size=SMALL)
+    assert asked == [1, 2, 4, 4]
+
+
 def test_a_slow_host_gives_no_number_at_all() -> None:
     found = compare_clocks(tries=3, open_wall=host(50_000, 50_000, 50_000), size=SMALL)
     assert found.difference_pct is None
@@ -55,7 +67,7 @@ def test_a_slow_host_gives_no_number_at_all() -> None:
 
 
 def test_a_broken_promise_makes_a_run_invalid_however_small_its_lateness() -> None:
-    def broken() -> Platform:
+    def broken(_: int) -> Platform:
         platform = open_platform(PLATFORM, clock="virtual")
         platform.site.invalid.append("the host could not keep a promise")
         return platform

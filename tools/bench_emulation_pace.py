@@ -1,8 +1,9 @@
 """How well this host keeps a pace: rates by tile size, latencies inside kernels and at the clock.
 
 A measurement is *valid* only where the host could have kept its promise: it reads at least `HEADROOM` times as fast as
-the target, and no wait of the run ended later than the debt that a pace may make up for (a core that was taken away is
-seen there). An invalid run is tried again, and counted; figures are medians over valid runs, and None without any.
+the target, and no wait of the run ended later than the debt that a pace may make up for, nor, for latencies, than a
+hundredth of the run (a core that was taken away is seen there). An invalid run is tried again, and counted; figures are
+medians over valid runs, and None without any.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import numpy as np
 from tierloop.devices.clocks import WallClock
 from tierloop.emulators.pacing import DEBT_NS, measure_latency, measure_rate
 from tierloop.tools.timing_floor import HEADROOM, lateness
+from tierloop.tools.two_clocks import LATENESS_PERCENT
 
 RATES = (100_000_000, 1_000_000_000, 4_000_000_000, 8_000_000_000)
 """Targets in bytes/s."""
 TILES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
 LATENCIES_NS = (200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000)
 CLOCK_LATENCIES_NS = (10_000, 100_000, 1_000_000)
-_RATE_NS, _LATENCY_NS = 10_000_000, 2_000_000
+_RATE_NS, _LATENCY_NS = 5_000_000, 2_000_000
 """Runs are short, so that some are valid on a host that others use as well, and are tried all the more often."""
 _LEAST_TILES = 4
 _WAITS = (50, 1000)
@@ -155,7 +157,7 @@ def _latencies(
 
         def run(target: int = target, count: int = count) -> tuple[float, float] | None:
             errors = np.abs(measure(target, count))
-            if errors.max() > DEBT_NS:
+            if errors.max() > min(DEBT_NS, count * target * LATENESS_PERCENT / 100):
                 return None
             p50, p99 = np.percentile(errors, (50, 99)).tolist()
             return p50, p99

@@ -157,13 +157,11 @@ def _check_segment(
     memory, nbytes = region.memory, spans.nbytes
     if memory in count:
         count[memory] += nbytes
-    elif executor.path(memory) is not None:
+    elif memory in executor.reached:
         count[memory] = nbytes
     else:
         raise _Wrong(segment)
-    if region.freed or spans.end > region.nbytes:
-        raise _Wrong(segment)
-    if live is not None and region not in live and region.view is None:
+    if region.freed or spans.end > region.nbytes or (live is not None and region not in live and region.view is None):
         raise _Wrong(segment)
     if region.phantom:
         traffic.phantom = True

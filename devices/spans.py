@@ -24,7 +24,7 @@ class Spans:
     negative or not integers, and where an end or the sum reaches 2**62, so that none can overflow.
     """
 
-    __slots__ = ("_hash", "array", "end", "nbytes")
+    __slots__ = ("_count", "_hash", "array", "end", "nbytes")
 
     array: NDArray[np.int64]
     nbytes: int
@@ -56,6 +56,7 @@ class Spans:
         self.array = array
         self.nbytes = total
         self.end = end
+        self._count = n
         self._hash: int | None = None
 
     @classmethod
@@ -88,7 +89,7 @@ class Spans:
         return given
 
     def __len__(self) -> int:
-        return int(self.array.shape[0])
+        return self._count
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spans) and np.array_equal(self.array, other.array)

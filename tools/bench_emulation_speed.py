@@ -106,10 +106,10 @@ def media_operations_per_s(tries: int) -> dict[str, float]:
 
 
 def commands_per_s(tries: int, contended: bool = False) -> float:
-    """Commands of a policy on the platform `demo`: batches of copies to the GPU, from it, and from the CXL card.
+    """Commands of a policy on the platform `demo`: batches of copies to the GPU and back, each after the one before.
 
-    Each comes after the one before, or, if `contended`, after the one before on its queue: then three at a time share
-    host memory, and every arrival and departure moves the ends of the others.
+    If `contended`, each comes after the one before on its own queue, and a third queue copies from the CXL card: then
+    three at a time share host memory, and every arrival and departure moves the ends of the others.
     """
     with open_platform("demo", clock="virtual") as platform:
         gpu, dram = platform.device("emu:gpu"), platform.device("emu:dram")
@@ -117,11 +117,13 @@ def commands_per_s(tries: int, contended: bool = False) -> float:
             platform.memory_owner(name).alloc(1 << 20, name, phantom=True).at(0, 4096)
             for name in ("emu:dram", "emu:gpu", "emu:cxl")
         )
-        moves = ((gpu, 2, Copy(near, far)), (gpu, 3, Copy(far, near)), (dram, 0, Copy(card, near)))
+        moves = [(gpu, 2, Copy(near, far)), (gpu, 3, Copy(far, near))]
+        if contended:
+            moves.append((dram, 0, Copy(card, near)))
         loop = Loop(platform.clock)
 
         async def policy() -> None:
-            last: list[list[Completion]] = [[], [], []]
+            last: list[list[Completion]] = [[] for _ in moves]
             for _ in range(_ROUNDS):
                 for _ in range(_BATCH // len(moves)):
                     for number, (device, queue, command) in enumerate(moves):

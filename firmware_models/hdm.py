@@ -100,10 +100,15 @@ class Interleave:
         """How many bytes of these spans lie on each device: int64 (ways,).
 
         `spans` is int64 (n, 2), (offset, nbytes) from the decoder's base. The cost does not depend on their length.
-        Raises ValueError for another shape or type, and for offsets, sizes and ends outside 0 to below 2⁶².
+        Raises ValueError for another shape or type, and for offsets, sizes, ends and sums outside 0 to below 2⁶².
         """
-        check_ranges(spans)
-        return _bytes_per_way(spans, self.ways, self._shift, self._masks)
+        if not isinstance(spans, np.ndarray) or spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2:
+            given = f"{spans.dtype} {spans.shape}" if isinstance(spans, np.ndarray) else type(spans).__name__
+            raise ValueError(f"spans need to be int64 (n, 2), got {given}")
+        made = _bytes_per_way(spans, self.ways, self._shift, self._masks)
+        if made[0] < 0:
+            raise ValueError("spans need offsets and sizes of at least 0, and ends and sums below 2**62")
+        return made
 
     def _exclusive(self, index: int, offset: int) -> int:
         """The index with its low bits replaced as the maps say."""
@@ -125,25 +130,21 @@ class Interleave:
         return mask
 
 
-def check_ranges(spans: Ranges) -> None:
-    """Refuse what is no int64 (n, 2) of offsets and sizes from 0 to below 2⁶². Raises ValueError."""
-    if not isinstance(spans, np.ndarray) or spans.dtype != np.int64 or spans.ndim != 2 or spans.shape[1] != 2:
-        given = f"{spans.dtype} {spans.shape}" if isinstance(spans, np.ndarray) else type(spans).__name__
-        raise ValueError(f"spans need to be int64 (n, 2), got {given}")
-    if len(spans) and (spans.min() < 0 or int(spans[:, 0].max()) + int(spans[:, 1].max()) >= _LAST):
-        raise ValueError("spans need offsets and sizes of at least 0, and ends below 2**62")
-
-
 @kernel(INT64[::1], TABLE, INT64, INT64, INTS)
-def _bytes_per_way(
-    spans: Ranges, ways: int, shift: int, masks: NDArray[np.int64]
-) -> NDArray[np.int64]:  # pragma: no cover  # compiled
+def _bytes_per_way(spans: Ranges, ways: int, shift: int, masks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes per way; [0] is -1 if the spans are wrong."""
     made = np.zeros(ways, dtype=np.int64)
     granule = np.int64(1) << shift
     stripe = granule * ways
+    total = np.int64(0)
     for row in range(spans.shape[0]):
         at = spans[row, 0]
-        end = at + spans[row, 1]
+        nbytes = spans[row, 1]
+        if at < 0 or nbytes < 0 or at >= _LAST - nbytes or total >= _LAST - nbytes:
+            made[0] = -1
+            return made
+        total += nbytes
+        end = at + nbytes
         whole = end // stripe - -(-at // stripe)
         if whole > 0:
             for way in range(ways):

@@ -1,4 +1,4 @@
-"""HDM decoders: the arithmetic of the specification, worked out here a second time, bit by bit and granule by granule."""
+"""HDM decoders: the arithmetic worked out a second time, bit by bit and granule by granule."""
 
 from __future__ import annotations
 
@@ -187,6 +187,8 @@ def test_addresses_outside_the_decoder_are_refused() -> None:
         np.array([[-1, 5]], dtype=np.int64),
         np.array([[0, -5]], dtype=np.int64),
         np.array([[1 << 61, 1 << 61]], dtype=np.int64),
+        np.array([[0, 1 << 61]] * 2, dtype=np.int64),
+        np.array([[(1 << 63) - 1, (1 << 63) - 1]], dtype=np.int64),
         [(0, 5)],
     ],
 )

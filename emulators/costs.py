@@ -4,12 +4,16 @@
   target's medium. Host buffers lie in the platform's host memory.
 - A kernel is a flow per memory and direction (one for both where no link is between), and one that occupies the engine
   for flops / rate: cost = overhead + max(flops / rate, bytes per memory over their paths).
+- Random accesses by cores (spans below a page on average) wait for latency: bytes under way / latency is their rate,
+  with the loaded latency where the memory has curves, and nothing comes after it. `chase` waits at every line.
+- One transfer command moves at most `command_bytes_per_s`; every command occupies the executor's command processor for
+  `issue_ns`, beside everything else.
 - `dense` moves weight_nbytes + activation_nbytes through the executor's own memory.
 - Where firmware runs the medium, it says how long the medium is busy, and with which share; the last unit still has to
   cross the links after that.
 
-Each flow has the latency of its path after it; the command's overhead and that of its spans come after everything.
-All times are already multiplied by the dilation.
+Every other flow has the latency of its path after it; the command's overhead and that of its spans come after
+everything. All times are already multiplied by the dilation.
 """
 
 from __future__ import annotations
@@ -22,47 +26,30 @@ from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Traffi
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.info import Path
 from tierloop.devices.kernels import contract
-from tierloop.devices.kernels.contract import Dense
+from tierloop.devices.kernels.contract import LINE_NBYTES, Chase, Dense
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
-from tierloop.emulators.fabric import Demand, Fabric, Job, Leg, Medium
-from tierloop.emulators.profile import ExecutorProfile
-from tierloop.emulators.timing import FAR, NS, Route
+from tierloop.emulators.fabric import Demand, Fabric, Job, Leg
+from tierloop.emulators.profile import ExecutorProfile, lines_of
+from tierloop.emulators.reach import Engine, Reach
+from tierloop.emulators.timing import FAR, NS, WINDOW, Mix, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
-LINE_NBYTES = 64
-_MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize"})
+RANDOM_NBYTES = 4096
+"""Spans smaller than this on average are a random pattern: a processor prefetches within a page, not beyond it."""
+_MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize", "chase"})
 """Kernels without floating-point operations to count."""
 
 
-class Reach:
-    """How an executor gets at one memory: the resources that a byte occupies, the links, the latency."""
-
-    def __init__(self, medium: Medium | None, fabric: Fabric, hops: tuple[Hop, ...], lines: int, weight: int) -> None:
-        self.hops = hops
-        self.read_legs = fabric.legs(hops, write=False)
-        self.write_legs = fabric.legs(hops, write=True)
-        latency_ns = sum(link.latency_ns for link, _ in self.read_legs) + (medium.profile.latency_ns if medium else 0)
-        self.latency_ns = latency_ns * fabric.dilation
-        self.read = [link.forward if way == "forward" else link.back for link, way in self.read_legs]
-        self.write = [link.forward if way == "forward" else link.back for link, way in self.write_legs]
-        if medium is not None and medium.firmware is None:
-            self.read.append((medium.resource, medium.read_units))
-            self.write.append((medium.resource, medium.write_units))
-        rate = lines * LINE_NBYTES * NS // latency_ns if lines and latency_ns else FAR
-        capacity = fabric.flows.capacity
-        if rate < max((capacity[r] // units for r, units in self.read[-1:] + self.write[-1:]), default=0):
-            port = (fabric.flows.add(rate), 1)
-            self.read.append(port)
-            self.write.append(port)
-        self.firmware = medium.firmware if medium is not None else None
-        self.one_flow = not hops and self.read == self.write
-        self.read_route = Route(self.read, capacity, weight, self.read_legs)
-        self.write_route = Route(self.write, capacity, weight, self.write_legs)
+Way = tuple[str, str]
+"""Source and target of a transfer: names of memories, "" for host buffers on a platform without host memory."""
 
 
 class Costs:
-    """The costs of one executor of the device `device`, whose memory is `own` ("" if it has none)."""
+    """The costs of the queues of one executor that have the same weight.
+
+    The device's memory is `own` ("" if it has none).
+    """
 
     def __init__(
         self,
@@ -70,20 +57,26 @@ class Costs:
         profile: ExecutorProfile,
         own: str,
         reaches: dict[str, tuple[Hop, ...]],
+        engine: Engine,
+        weight: int,
     ) -> None:
         self._fabric = fabric
         self._profile = profile
         self._own = own
         self._sigma = fabric.dilation
-        self._engine = Route([(fabric.flows.add(NS), 1)], fabric.flows.capacity, profile.weight)
-        self._copies = [(fabric.flows.add(profile.bytes_per_s), 1)] if profile.bytes_per_s else []
+        self._weight = weight
+        capacity = fabric.flows.capacity
+        self._engine = Route([(engine.arithmetic, 1)], capacity, weight)
+        self._issue = Route([(engine.issue, 1)], capacity, weight) if profile.issue_ns else None
+        self._copies = engine.copies
+        self._most = profile.command_bytes_per_s or FAR
         self._reach: dict[str, Reach] = {}
         own_reach: dict[str, tuple[Hop, ...]] = {own: ()} if own else {}
         for memory, hops in (own_reach | reaches).items():
             medium = fabric.media.get(memory)
             if medium is None and memory.startswith("emu:"):
                 raise ConfigurationError(f"executor {profile.name} reaches {memory}, which is not open on this site")
-            self._reach[memory] = Reach(medium, fabric, hops, profile.mlp_lines, profile.weight)
+            self._reach[memory] = Reach(memory, medium, fabric, hops, weight)
         self._host = fabric.topology.host
         if {"read", "write"} & profile.verbs and self._host and self._host not in self._reach:
             raise ConfigurationError(
@@ -92,7 +85,9 @@ class Costs:
             )
         self._overhead_ns = profile.overhead_ns * self._sigma
         self._span_ns = profile.span_ns * self._sigma
-        self._transfers: dict[tuple[str, str], tuple[Route, int, bool]] = {}
+        self._transfers: dict[Way, tuple[Route, int, bool]] = {}
+        self._random: dict[tuple[Way, bool, bool, int], Route] = {}
+        self._windows: dict[tuple[str, bool, int], Route] = {}
 
     def paths(self) -> tuple[Path, ...]:
         """What the executor's paths are worth to a scheduler, in the platform's clock (dilated)."""
@@ -102,7 +97,7 @@ class Costs:
                 reach.latency_ns,
                 self._ceiling(reach, False) // self._sigma,
                 self._ceiling(reach, True) // self._sigma,
-                self._profile.mlp_lines or 1,
+                max(round(self._profile.mlp_lines[0][1] / WINDOW), 1) if self._profile.mlp_lines else 1,
                 self._profile.coherence,
             )
             for memory, reach in self._reach.items()
@@ -131,17 +126,55 @@ class Costs:
             job = Job([], self._overhead_ns + self._reach[command.target.region.memory].latency_ns)
             job.idle = True
             return job
-        transfer = self._transfers.get(key) or self._transfer(*key)
-        route, latency_ns, on_firmware = transfer
-        job = Job([(route, nbytes, FAR, latency_ns)] if nbytes else [], self._overhead_ns)
+        route, latency_ns, on_firmware = self._transfers.get(key) or self._transfer(*key)
+        job = Job([(route, nbytes, self._most, latency_ns)] if nbytes else [], self._overhead_ns)
         if self._span_ns:
             job.fixed_ns += self._span_ns * len(spans)
+        if self._issue is not None:
+            job.demands.append((self._issue, self._profile.issue_ns, FAR, 0))
+        if self._profile.mlp_lines and nbytes:
+            self._scatter(job, key, source, target, nbytes)
         if on_firmware:
             if source is not None:
                 self._transfer_media(job, source, False, route, latency_ns, commit)
             if target is not None:
                 self._transfer_media(job, target, True, route, latency_ns, commit)
         return job
+
+    def _scatter(self, job: Job, key: Way, source: Segment | None, target: Segment | None, nbytes: int) -> None:
+        """Where one side of a transfer consists of small spans, latency limits it: put that route in its place."""
+        sides = [side is not None and _is_random(nbytes, len(side.spans)) for side in (source, target)]
+        if not any(sides):
+            return
+        spans = max(
+            len(side.spans) for side, small in zip((source, target), sides, strict=True) if small and side is not None
+        )
+        window = self._window(nbytes, spans)
+        place = (key, sides[0], sides[1], window)
+        route = self._random.get(place)
+        if route is None:
+            reaches = [self._reach[memory] for memory, small in zip(key, sides, strict=True) if small]
+            plain = self._transfers[key][0]
+            route = self._random[place] = self._dependent(plain.demands, plain.legs, plain.mixes, window, reaches)
+        job.demands[0] = (route, nbytes, self._most, 0)
+
+    def _window(self, nbytes: int, spans: int) -> int:
+        """Bytes under way, in thousandths: lines by the size of a span, never more than there are."""
+        lines = lines_of(self._profile.mlp_lines, nbytes // spans)
+        return min(lines * LINE_NBYTES, nbytes * WINDOW)
+
+    def _dependent(
+        self,
+        demands: Sequence[tuple[int, int]],
+        legs: tuple[Leg, ...],
+        mixes: tuple[Mix, ...],
+        window: int,
+        reaches: Sequence[Reach],
+    ) -> Route:
+        """A route on which accesses wait for the latency of these memories, with a window."""
+        away_ns = sum(reach.away_ns for reach in reaches)
+        waits = tuple({reach.resource: None for reach in reaches if reach.loaded is not None})
+        return Route(demands, self._fabric.flows.capacity, self._weight, legs, mixes, window, away_ns, waits)
 
     def _launch(self, command: Launch, traffic: Traffic, commit: bool) -> Job:
         args = command.args
@@ -154,6 +187,8 @@ class Costs:
         rate = self._profile.dense_flops_per_s if dense else self._profile.flops_per_s
         if flops and rate:
             demands.append((self._engine, -(-flops * NS // rate), FAR, 0))
+        if self._issue is not None:
+            demands.append((self._issue, self._profile.issue_ns, FAR, 0))
         if isinstance(args, Dense):
             job.idle = args.function is None
             nbytes = args.weight_nbytes + args.activation_nbytes
@@ -167,8 +202,13 @@ class Costs:
             read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
             if reach.firmware is not None:
                 self._kernel_media(job, command, memory, commit)
-                if not reach.hops:
+                if not reach.hops and type(args) is not Chase:
                     continue
+            if type(args) is Chase and read:
+                demands.append((self._small(memory, False, WINDOW * LINE_NBYTES), read, FAR, 0))
+                read = 0
+            elif self._profile.mlp_lines and (read or written):
+                read, written = self._scattered(demands, command, memory, read, written)
             if reach.one_flow:
                 read, written = read + written, 0
             if read:
@@ -176,6 +216,30 @@ class Costs:
             if written:
                 demands.append((reach.write_route, written, FAR, reach.latency_ns))
         return job
+
+    def _scattered(
+        self, demands: list[Demand], command: Launch, memory: str, read: int, written: int
+    ) -> tuple[int, int]:
+        """Demands for what a kernel reads and writes in small spans; returns the bytes that are left."""
+        left = []
+        for is_write, nbytes, operands in ((False, read, command.reads), (True, written, command.writes)):
+            spans = sum([len(s.spans) for operand in operands for s in operand if s.region.memory == memory])
+            if nbytes and _is_random(nbytes, spans):
+                demands.append((self._small(memory, is_write, self._window(nbytes, spans)), nbytes, FAR, 0))
+                nbytes = 0
+            left.append(nbytes)
+        return left[0], left[1]
+
+    def _small(self, memory: str, is_write: bool, window: int) -> Route:
+        """The route of accesses that wait for the latency of a memory."""
+        place = (memory, is_write, window)
+        route = self._windows.get(place)
+        if route is None:
+            reach = self._reach[memory]
+            plain = reach.write_route if is_write else reach.read_route
+            route = self._dependent(plain.demands, plain.legs, plain.mixes, window, [reach])
+            self._windows[place] = route
+        return route
 
     def _kernel_media(self, job: Job, command: Launch, memory: str, commit: bool) -> None:
         reads = [s for operand in command.reads for s in operand if s.region.memory == memory]
@@ -227,19 +291,22 @@ class Costs:
         """
         demands = list(self._copies)
         legs: tuple[Leg, ...] = ()
+        moved: dict[str, list[int]] = {}
         latency_ns = 0
         on_firmware = False
-        if source:
-            demands += self._reach[source].read
-            legs += self._reach[source].read_legs
-            latency_ns += self._reach[source].latency_ns
-            on_firmware = self._reach[source].firmware is not None
-        if target:
-            demands += self._reach[target].write
-            legs += self._reach[target].write_legs
-            latency_ns += self._reach[target].latency_ns
-            on_firmware = on_firmware or self._reach[target].firmware is not None
-        route = Route(demands, self._fabric.flows.capacity, self._profile.weight, legs)
+        for memory, is_write in ((source, False), (target, True)):
+            if not memory:
+                continue
+            reach = self._reach[memory]
+            demands += reach.write if is_write else reach.read
+            legs += reach.write_legs if is_write else reach.read_legs
+            moved.setdefault(memory, [0, 0])[is_write] += 1
+            latency_ns += reach.latency_ns
+            on_firmware = on_firmware or reach.firmware is not None
+        mixes = tuple(
+            mix for memory, (read, written) in moved.items() for mix in self._reach[memory].mixes(read, written)
+        )
+        route = Route(demands, self._fabric.flows.capacity, self._weight, legs, mixes)
         self._transfers[source, target] = (route, latency_ns, on_firmware)
         return self._transfers[source, target]
 
@@ -251,3 +318,8 @@ class Costs:
         if not self._profile.kernels and self._profile.bytes_per_s:
             rates.append(self._profile.bytes_per_s)
         return min(rates, default=0)
+
+
+def _is_random(nbytes: int, spans: int) -> bool:
+    """Whether so many bytes in so many spans are a random pattern; a single span is none, whatever its size."""
+    return spans > 1 and nbytes < RANDOM_NBYTES * spans

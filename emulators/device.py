@@ -41,6 +41,7 @@ from tierloop.emulators.fabric import Fabric, Job, Medium
 from tierloop.emulators.numerics import Numerics, Outcome
 from tierloop.emulators.profile import CHANGED, Profile, find_profile, read_profile
 from tierloop.emulators.promises import LIMIT_PERCENT, Promises
+from tierloop.emulators.reach import Engine
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import ARBITRATION
 from tierloop.firmware_models.flash import FlashModel
@@ -262,9 +263,14 @@ class EmulatedDevice:
         layout: list[str] = []
         of_queue: list[Costs] = []
         for executor in profile.executors:
-            costs = Costs(self._fabric, executor, own, self._reaches)
+            engine = Engine(self._fabric, executor)
+            by_weight = {
+                weight: Costs(self._fabric, executor, own, self._reaches, engine, weight)
+                for weight in dict.fromkeys(executor.weights)
+            }
+            costs = by_weight[executor.weights[0]]
             queues = tuple(range(len(of_queue), len(of_queue) + executor.queues))
-            of_queue += [costs] * executor.queues
+            of_queue += [by_weight[weight] for weight in executor.weights]
             layout.append(f"{executor.name}: {', '.join(map(str, queues))}")
             executors.append(
                 ExecutorInfo(

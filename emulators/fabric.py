@@ -25,6 +25,8 @@ from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.platform_file import Hop, LinkSpec, Topology
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Occupancy, Site
+from tierloop.emulators.loaded import WHOLE as WHOLE_READS
+from tierloop.emulators.loaded import LoadedMedium
 from tierloop.emulators.profile import MemoryProfile
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import FAR, NS, Flow, Flows, Route
@@ -103,7 +105,13 @@ class Medium:
         self.profile = profile
         self.store = store
         self.firmware = firmware
-        if firmware is None:
+        self.loaded: LoadedMedium | None = None
+        if profile.curves is not None:
+            curves = profile.curves
+            self.resource, *units = _two_rates(flows, curves.cap(WHOLE_READS), curves.cap(0))
+            self.read_units, self.write_units = units
+            self.loaded = LoadedMedium(curves, flows.capacity[self.resource], *units)
+        elif firmware is None:
             self.resource, *units = _two_rates(flows, profile.read_bytes_per_s, profile.write_bytes_per_s)
             self.read_units, self.write_units = units
         else:

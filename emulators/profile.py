@@ -8,6 +8,10 @@ device are tables `{ value = …, source = "…" }`:
 - the value "unknown" is allowed where leaving the effect out makes sense: such a latency or overhead counts 0, such a
   rate or limit does not limit.
 
+A memory whose latency under load is known has `[[memory.curves]]` instead of rates and a latency: for each
+`read_fraction` the `points` [bytes/s, ns] and their `source` (loaded.py). A profile that was calibrated also holds what
+was measured, in the table `calibration`; it is read by `tierloop verify` and ignored here.
+
 Constants that are used and assumed or unknown are listed in `guesses`, and a result that rests on one is reported as
 `extrapolated`. What is structure (kernels, verbs, queues, alignment) is written plainly. A platform may set constants
 (`constants`), leave executors out or put optional ones in (`executors`), and change the `capacity`.
@@ -16,6 +20,7 @@ Constants that are used and assumed or unknown are listed in `guesses`, and a re
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +31,8 @@ from tierloop.devices.info import Coherence
 from tierloop.devices.kernels.contract import DTYPES, KERNELS
 from tierloop.devices.platform_file import LATENCIES, RATES
 from tierloop.devices.tables import Table, read_toml
+from tierloop.emulators.loaded import WHOLE, Curves, Point
+from tierloop.emulators.timing import WINDOW
 from tierloop.firmware_models.flash import FlashGeometry
 from tierloop.firmware_models.pnm import PnmGeometry
 
@@ -43,7 +50,10 @@ _COHERENCES = ("host-only", "snooping", "none")
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Sizes in bytes, rates in bytes/s, latency in ns. Rates are 0 where they follow from `flash` or `pnm`."""
+    """Sizes in bytes, rates in bytes/s, latency in ns. Rates are 0 where they follow from `flash` or `pnm`.
+
+    With `curves`, the rates are their caps for reads and for writes alone, and the latency that of an idle memory.
+    """
 
     capacity: int
     alignment: int
@@ -54,14 +64,22 @@ class MemoryProfile:
     write_bytes_per_s: int = 0
     flash: FlashGeometry | None = None
     pnm: PnmGeometry | None = None
+    curves: Curves | None = None
+
+
+Lines = tuple[tuple[int, int], ...]
+"""Memory-level parallelism: by the size of a span in bytes, ascending, thousandths of 64-byte lines under way."""
 
 
 @dataclass(frozen=True)
 class ExecutorProfile:
     """An executor. Times in ns, rates per second; 0 for what is not limited.
 
-    Every command costs `overhead_ns`, and `span_ns` for each span that it moves. `mlp_lines` 64-byte lines are under
-    way at a time on each path, which caps its rate at lines · 64 B / latency; `bytes_per_s` caps all transfers at once.
+    Every command costs `overhead_ns`, and `span_ns` for each span that it moves, so that a transfer in pieces of n
+    bytes has the efficiency n / (n + rate · span_ns). It occupies the command processor, which all queues share, for
+    `issue_ns`. `bytes_per_s` caps all transfers at once and `command_bytes_per_s` one of them. Random accesses of a
+    command have `mlp_lines` lines under way (empty: no limit), so they move lines · 64 B / latency. `weights` holds the
+    share of each queue in what it competes for.
     """
 
     name: str
@@ -72,14 +90,16 @@ class ExecutorProfile:
     kernels: frozenset[str]
     dtypes: frozenset[str]
     coherence: Coherence
-    weight: int
+    weights: tuple[int, ...]
     largest_transfer: int
     overhead_ns: int
     span_ns: int = 0
     flops_per_s: int = 0
     dense_flops_per_s: int = 0
-    mlp_lines: int = 0
+    mlp_lines: Lines = ()
     bytes_per_s: int = 0
+    command_bytes_per_s: int = 0
+    issue_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +154,7 @@ def read_profile(
     if memory is None and capacity is not None:
         raise table.error("memory", "capacity was given, but the device has no memory")
     made = reader.executors(table.tables("executors"), executors)
+    table.has("calibration")
     table.finish()
     if memory is None and not made:
         raise table.error("", "a device has a memory, executors, or both")
@@ -159,23 +180,51 @@ class _Reader:
         if not isinstance(table.get(key), Mapping):
             raise table.error(key, f'{table.get(key)!r} given; allowed: {{ value = …, source = "…" }}')
         inner = table.table(key)
-        source = inner.text("source")
         full = f"{table.prefix}.{key}"
-        if not source.strip():
-            raise inner.error("source", "empty; say where the number comes from")
         given = inner.get("value")
         if given == "unknown":
             if unknown is None:
                 raise inner.error("value", f"unknown is not allowed here; allowed: a whole number from {low} to {high}")
             value = unknown
             self.guesses.append(f"{full}: unknown, {'not counted' if unknown == 0 else unknown}")
+            self._source(inner, full)
         else:
             value = inner.integer("value", low, high)
-            if source.startswith("assumed"):
-                self.guesses.append(f"{full} = {value}: {source}")
+            self._source(inner, full, str(value))
         inner.finish()
-        self.sources[full] = source
         return value
+
+    def _source(self, table: Table, full: str, value: str | None = None) -> None:
+        """Note where a constant comes from, and that it is a guess if its value was assumed."""
+        source = table.text("source")
+        if not source.strip():
+            raise table.error("source", "empty; say where the number comes from")
+        if value is not None and source.startswith("assumed"):
+            self.guesses.append(f"{full} = {value}: {source}")
+        self.sources[full] = source
+
+    def lines(self, table: Table) -> Lines:
+        """`mlp_lines`: a number, or a list of [span bytes, lines], where lines need not be whole."""
+        key = "mlp_lines"
+        inner = table.table(key) if isinstance(table.get(key, None), Mapping) else None
+        if inner is None or not isinstance(inner.get("value", None), list):
+            lines = self.constant(table, key, *_COUNTS, unknown=0, absent=0)
+            return ((1, lines * WINDOW),) if lines else ()
+        points: list[tuple[int, int]] = []
+        for point in inner.get("value"):
+            if not isinstance(point, list) or len(point) != 2:
+                raise inner.error("value", f"{point!r} given; allowed: [span in bytes, lines]")
+            span, lines = inner.check_integer("value", point[0], *SIZES), point[1]
+            if isinstance(lines, bool) or not isinstance(lines, (int, float)) or not 0.001 <= lines <= _COUNTS[1]:
+                raise inner.error("value", f"{lines!r} lines given; allowed: 0.001 to {_COUNTS[1]}")
+            if points and span <= points[-1][0]:
+                raise inner.error("value", f"spans have to ascend: {span} comes after {points[-1][0]}")
+            points.append((span, round(lines * WINDOW)))
+        if not points:
+            raise inner.error("value", "an empty list; allowed: at least one [span in bytes, lines]")
+        self._source(inner, f"{table.prefix}.{key}", f"{len(points)} points")
+        inner.finish()
+        return tuple(points)
 
     def memory(self, table: Table, capacity: int | None) -> MemoryProfile:
         firmware = table.text("firmware", ("passthrough", "flash", "pnm"), default="passthrough")
@@ -188,15 +237,19 @@ class _Reader:
         capacity -= capacity % alignment
         byte_addressable = table.flag("byte_addressable", default=True)
         persistent = table.flag("persistent", default=False)
-        latency_ns = self.constant(table, "latency_ns", *LATENCIES, unknown=0)
         read = write = 0
-        flash = pnm = None
+        flash = pnm = curves = None
+        if table.has("curves"):
+            curves = self._curves(table, firmware)
+            read, write, latency_ns = curves.cap(WHOLE), curves.cap(0), curves.idle_ns
+        else:
+            latency_ns = self.constant(table, "latency_ns", *LATENCIES, unknown=0)
         try:
             if firmware == "flash":
                 flash = self._flash(table.table("flash"), capacity, alignment)
             elif firmware == "pnm":
                 pnm = self._pnm(table.table("pnm"))
-            else:
+            elif curves is None:
                 read = self.constant(table, "read_bytes_per_s", *RATES)
                 write = self.constant(table, "write_bytes_per_s", *RATES)
         except ConfigurationError:
@@ -205,8 +258,35 @@ class _Reader:
             raise table.error(firmware, str(error)) from error
         table.finish()
         return MemoryProfile(
-            capacity, alignment, byte_addressable, persistent, latency_ns, read, write, flash=flash, pnm=pnm
+            capacity, alignment, byte_addressable, persistent, latency_ns, read, write, flash, pnm, curves
         )
+
+    def _curves(self, table: Table, firmware: str) -> Curves:
+        if firmware != "passthrough":
+            raise table.error("curves", f"the rates of a memory with firmware {firmware!r} follow from its geometry")
+        given = table.get("curves")
+        if not isinstance(given, list) or not all(isinstance(curve, Mapping) for curve in given):
+            raise table.error("curves", "allowed: tables [[memory.curves]] with read_fraction, points and source")
+        curves: list[tuple[int, tuple[Point, ...]]] = []
+        for number, values in enumerate(given):
+            curve = Table(values, table.place, f"{table.prefix}.curves[{number}]")
+            fraction = curve.get("read_fraction")
+            if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+                raise curve.error("read_fraction", f"{fraction!r} given; allowed: 0 to 1")
+            points = curve.get("points")
+            if not isinstance(points, list) or not all(isinstance(p, list) and len(p) == 2 for p in points):
+                raise curve.error("points", f"{points!r} given; allowed: a list of [bytes/s, ns]")
+            checked = tuple(
+                (curve.check_integer("points", rate, *RATES), curve.check_integer("points", latency, *LATENCIES))
+                for rate, latency in points
+            )
+            self._source(curve, f"{table.prefix}.curves[{number}]", f"{len(points)} points")
+            curve.finish()
+            curves.append((round(fraction * WHOLE), checked))
+        try:
+            return Curves(tuple(curves))
+        except ValueError as error:
+            raise table.error("curves", str(error)) from error
 
     def _flash(self, table: Table, capacity: int, unit_nbytes: int) -> FlashGeometry:
         count = {
@@ -251,23 +331,26 @@ class _Reader:
             raise table.error("", "an executor has kernels, verbs, or both")
         flops = self.constant(table, "flops_per_s", *FLOPS, unknown=0) if kernels else 0
         dense = self.constant(table, "dense_flops_per_s", *FLOPS, unknown=0, absent=flops) if kernels else 0
+        queues = table.integer("queues", 1, 256, default=1)
         executor = ExecutorProfile(
             name=name,
             kind=table.text("kind", ("cores", "gpu", "pnm", "dma")),  # type: ignore[arg-type]  # checked
-            queues=table.integer("queues", 1, 256, default=1),
+            queues=queues,
             depth=table.integer("depth", 1, 1 << 16, default=4096),
             verbs=verbs,
             kernels=kernels,
             dtypes=self._subset(table, "dtypes", DTYPES),
             coherence=table.text("coherence", _COHERENCES, default="snooping"),  # type: ignore[arg-type]  # checked
-            weight=table.integer("weight", 1, 1024, default=1),
+            weights=_weights(table, queues),
             largest_transfer=table.integer("largest_transfer", 0, SIZES[1], default=0),
             overhead_ns=self.constant(table, "overhead_ns", *LATENCIES, unknown=0),
             span_ns=self.constant(table, "span_ns", *LATENCIES, unknown=0, absent=0),
             flops_per_s=flops,
             dense_flops_per_s=dense,
-            mlp_lines=self.constant(table, "mlp_lines", *_COUNTS, unknown=0, absent=0),
+            mlp_lines=self.lines(table),
             bytes_per_s=self.constant(table, "bytes_per_s", *RATES, unknown=0, absent=0),
+            command_bytes_per_s=self.constant(table, "command_bytes_per_s", *RATES, unknown=0, absent=0),
+            issue_ns=self.constant(table, "issue_ns", *LATENCIES, unknown=0, absent=0),
         )
         table.finish()
         return executor
@@ -277,6 +360,27 @@ class _Reader:
             if name not in allowed:
                 raise table.error(key, f"unknown name {name!r}; {nearest(name, sorted(allowed))}")
         return frozenset(table.names(key, ()))
+
+
+def lines_of(lines: Lines, span_nbytes: int) -> int:
+    """Thousandths of lines under way for random spans of that size: linear between the points, constant outside."""
+    place = bisect_right(lines, span_nbytes, key=lambda point: point[0])
+    if place == 0:
+        return lines[0][1]
+    if place == len(lines):
+        return lines[-1][1]
+    (low, below), (high, above) = lines[place - 1], lines[place]
+    return below + (above - below) * (span_nbytes - low) // (high - low)
+
+
+def _weights(table: Table, queues: int) -> tuple[int, ...]:
+    """One weight for all queues (`weight`), or a list with one for each (`weights`)."""
+    if not table.has("weights"):
+        return (table.integer("weight", 1, 1024, default=1),) * queues
+    given = table.get("weights")
+    if table.has("weight") or not isinstance(given, list) or len(given) != queues:
+        raise table.error("weights", f"{given!r} given; allowed: {queues} numbers, one for each queue, and no `weight`")
+    return tuple(table.check_integer("weights", weight, 1, 1024) for weight in given)
 
 
 def _set_constants(values: dict[str, Any], constants: Mapping[str, Any], place: str, prefix: str) -> None:

@@ -15,6 +15,9 @@ place because that is cheap; who wants to look ahead does it on a `copy`. `Flows
 - A flow that shares nothing has a finish that never moves: it costs no further event and is forgotten when the next
   one comes to one of its resources. Flows that share are settled at each arrival and departure, and only those that are
   connected to it by shared resources are looked at.
+- What a memory with loaded-latency curves has to share out depends on the mix of reads and writes of those who share
+  it now, each counted by its weight. Flows of accesses that wait for each other have a *window*: their rate is at most
+  window / latency, where the latency is that of the total rate which comes out (a fixed point, found by halving).
 - Departures are handled at the time at which they happened, however late `advance` is called.
 """
 
@@ -24,11 +27,17 @@ from collections.abc import Iterable
 from math import gcd
 from typing import Any
 
+from tierloop.emulators.loaded import LoadedMedium, fraction_of
+
 NS = 1_000_000_000
 FAR = 1 << 62
 """A time that does not come, and a rate that nothing reaches."""
 _FINEST = 1 << 64
 """Denominators beyond this are rounded to it, what is left upwards, so that they stay small for ever."""
+WINDOW = 1000
+"""Windows are in thousandths of a unit of work: a processor has some 9.6 lines under way, on average."""
+_HALVINGS = 20
+"""The rate at which a loaded latency is taken is known to 1 / 2**20 of the cap."""
 
 ARBITRATION = "round robin in the limit of small quanta: max-min fair, weighted where a route says so"
 
@@ -38,24 +47,46 @@ class Route:
 
     When nobody else is there, `alone` units of work pass in `alone_s` seconds. The share of a route in what it competes
     for grows with its `weight`. `legs` is the owner's.
+
+    `mixes` names the resources that are memories with curves, and how many bytes one unit of work reads and writes
+    there. A `window` above 0, in thousandths of a unit of work, says that no more than that is under way at a time, and
+    that each access takes `away_ns` and the loaded latencies of `waits`, resources in `mixes`.
     """
 
-    __slots__ = ("alone", "alone_s", "demands", "legs", "resources", "weight")
+    __slots__ = ("alone", "alone_s", "away_ns", "demands", "legs", "mixes", "resources", "waits", "weight", "window")
 
     def __init__(
-        self, demands: Iterable[tuple[int, int]], capacity: list[int], weight: int = 1, legs: tuple[Any, ...] = ()
+        self,
+        demands: Iterable[tuple[int, int]],
+        capacity: list[int],
+        weight: int = 1,
+        legs: tuple[Any, ...] = (),
+        mixes: tuple[Mix, ...] = (),
+        window: int = 0,
+        away_ns: int = 0,
+        waits: tuple[int, ...] = (),
     ) -> None:
         together: dict[int, int] = {}
         for resource, units in demands:
             together[resource] = together.get(resource, 0) + units
         self.demands = tuple(sorted(together.items()))
         self.resources = tuple(resource for resource, _ in self.demands)
+        self.mixes = mixes
+        mixed = {resource: medium.shared(read, written) for resource, medium, read, written in mixes}
         self.alone, self.alone_s = FAR, 1
         for resource, units in self.demands:
-            if capacity[resource] * self.alone_s < self.alone * units:
-                self.alone, self.alone_s = capacity[resource], units
+            limit = mixed.get(resource, capacity[resource])
+            if limit * self.alone_s < self.alone * units:
+                self.alone, self.alone_s = limit, units
         self.weight = weight
         self.legs = legs
+        self.window = window
+        self.away_ns = away_ns
+        self.waits = waits
+        if window:
+            flow = Flow(self, 1, 1, FAR, 0)
+            dependent_rates([flow], capacity)
+            self.alone, self.alone_s = flow.rate, flow.rate_per
 
     def ns(self, work: int, cap: int = FAR) -> int:
         """How long `work` units take when nobody else is there, at most `cap` of them per second."""
@@ -64,19 +95,26 @@ class Route:
         return -(-work * NS * self.alone_s // self.alone)
 
 
+Mix = tuple[int, LoadedMedium, int, int]
+"""A resource, the memory that it stands for, and the bytes that a unit of work reads and writes there."""
+
+
 class Flow:
     """Work under way. `finish` is provisional: what it will be if nothing else arrives and nobody leaves.
 
     `left` / `left_per` units · 10⁻⁹ are left at `since`, and `rate` / `rate_per` units pass per second from then on.
-    `latency_ns` is the owner's: what passes after the finish.
+    `latency_ns` is the owner's: what passes after the finish. `most` is what it may have at any time, `cap` / `cap_per`
+    what its window leaves of that.
     """
 
     __slots__ = (
         "cap",
+        "cap_per",
         "finish",
         "latency_ns",
         "left",
         "left_per",
+        "most",
         "owner",
         "rate",
         "rate_per",
@@ -92,9 +130,9 @@ class Flow:
         self.route = route
         self.work = work
         self.left = left
-        self.left_per = self.rate_per = 1
+        self.left_per = self.rate_per = self.cap_per = 1
         self.rate = 0
-        self.cap = cap
+        self.cap = self.most = cap
         self.start = self.since = self.finish = now
         self.latency_ns = latency_ns
         self.owner = owner
@@ -117,8 +155,8 @@ class Flow:
     def run_alone(self) -> None:
         """Set the rate that the route allows when nobody else is there."""
         route = self.route
-        if self.cap * route.alone_s < route.alone:
-            self.rate, self.rate_per = self.cap, 1
+        if self.cap * route.alone_s < route.alone * self.cap_per:
+            self.rate, self.rate_per = self.cap, self.cap_per
         else:
             self.rate, self.rate_per = route.alone, route.alone_s
 
@@ -218,7 +256,8 @@ class Flows:
         for line in self.users:
             for flow in line:
                 if flow not in clones:
-                    clone = Flow(flow.route, flow.work, flow.left, flow.cap, flow.start)
+                    clone = Flow(flow.route, flow.work, flow.left, flow.most, flow.start)
+                    clone.cap, clone.cap_per = flow.cap, flow.cap_per
                     clone.left_per, clone.rate, clone.rate_per = flow.left_per, flow.rate, flow.rate_per
                     clone.since, clone.finish = flow.since, flow.finish
                     clones[flow] = clone
@@ -240,8 +279,13 @@ class Flows:
         for flow in together:
             flow.settle(now)
         if len(together) > 1:
-            fair_rates(list(together), self.capacity)
+            flows = list(together)
+            if any(flow.route.window for flow in flows):
+                dependent_rates(flows, self.capacity)
+            else:
+                fair_rates(flows, self.capacity)
         else:
+            seed.cap, seed.cap_per = seed.most, 1
             seed.run_alone()
         for flow in together:
             finish = flow.end()
@@ -264,11 +308,16 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
     """
     room: dict[int, int] = {}
     load: dict[int, int] = {}
+    mixes: dict[int, tuple[LoadedMedium, int, int]] = {}
     for flow in flows:
         weight = flow.route.weight
         for resource, units in flow.route.demands:
             room[resource] = capacity[resource]
             load[resource] = load.get(resource, 0) + units * weight
+        if flow.route.mixes:
+            _mix(mixes, flow.route)
+    for resource, (medium, read, written) in mixes.items():
+        room[resource] = medium.shared(read, written)
     per = 1
     rising = flows
     while rising:
@@ -277,12 +326,12 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
             if filling and room[resource] * level_per < level * filling:
                 level, level_per = room[resource], filling
         for flow in rising:
-            if flow.cap * per * level_per < level * flow.route.weight:
-                level, level_per = flow.cap * per, flow.route.weight
+            if flow.cap * per * level_per < level * flow.route.weight * flow.cap_per:
+                level, level_per = flow.cap * per, flow.route.weight * flow.cap_per
         stay: list[Flow] = []
         rise: list[Flow] = []
         for flow in rising:
-            full = flow.cap * per * level_per <= level * flow.route.weight
+            full = flow.cap * per * level_per <= level * flow.route.weight * flow.cap_per
             for resource in flow.route.resources:
                 if room[resource] * level_per == level * load[resource]:
                     full = True
@@ -298,6 +347,49 @@ def fair_rates(flows: list[Flow], capacity: list[int]) -> None:
                 room[resource] -= units * level * weight
                 load[resource] -= units * weight
         rising = rise
+
+
+def dependent_rates(flows: list[Flow], capacity: list[int]) -> None:
+    """The same where some of the flows have windows: set their caps to what their latency allows, and all rates.
+
+    Latency rises with the total rate of a memory, and the total falls as latency rises, so there is one rate at which
+    both agree; it is found by halving for all memories at once, and approached from the side of the longer latency.
+    """
+    mixes: dict[int, tuple[LoadedMedium, int, int]] = {}
+    for flow in flows:
+        _mix(mixes, flow.route)
+    fractions = {r: fraction_of(read, written) for r, (_, read, written) in mixes.items() if read or written}
+    low = dict.fromkeys(fractions, 0)
+    high = {resource: mixes[resource][0].curves.cap(fraction) for resource, fraction in fractions.items()}
+    for turn in range(_HALVINGS + 1 if fractions else 1):
+        at = high if turn == _HALVINGS else {r: (low[r] + high[r]) // 2 for r in fractions}
+        latency = {r: mixes[r][0].curves.latency_ns(at[r], fraction) for r, fraction in fractions.items()}
+        for flow in flows:
+            route = flow.route
+            if route.window:
+                away_ns = route.away_ns + sum([latency[r] for r in route.waits])
+                flow.cap, flow.cap_per = route.window * NS, WINDOW * max(away_ns, 1)
+                if flow.most * flow.cap_per <= flow.cap:
+                    flow.cap, flow.cap_per = flow.most, 1
+        fair_rates(flows, capacity)
+        for resource in fractions:
+            moved, per = 0, 1
+            for flow in flows:
+                for r, _, read, written in flow.route.mixes:
+                    if r == resource:
+                        moved = moved * flow.rate_per + flow.rate * (read + written) * per
+                        per *= flow.rate_per
+            if moved > at[resource] * per:
+                low[resource] = at[resource]
+            else:
+                high[resource] = at[resource]
+
+
+def _mix(mixes: dict[int, tuple[LoadedMedium, int, int]], route: Route) -> None:
+    """Add what a route reads and writes, by its weight, to the mixes by resource."""
+    for resource, medium, read, written in route.mixes:
+        _, reads, writes = mixes.get(resource, (medium, 0, 0))
+        mixes[resource] = (medium, reads + read * route.weight, writes + written * route.weight)
 
 
 def _finish(flow: Flow) -> int:

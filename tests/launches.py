@@ -15,7 +15,12 @@ from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 
-RESULTS: dict[str, type[np.generic]] = {"topk": np.int64, "append": np.uint8, "quantize": np.uint8}
+RESULTS: dict[str, type[np.generic]] = {
+    "topk": np.int64,
+    "append": np.uint8,
+    "quantize": np.uint8,
+    "chase": np.int64,
+}
 """What the numbers are that a kernel writes, where they are not float32."""
 
 
@@ -41,6 +46,11 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
     item = contract.ITEMSIZE[floats]
     which, scales = np.array([1, 0], dtype=np.int64), random.uniform(0.1, 2, size=(2, 8)).astype(np.float32)
     open_blocks = Segment(region(np.zeros(100, dtype=np.uint8)), Spans([(0, 8 * item), (32, 0), (60, 8 * item)]))
+
+    chain = np.zeros((5, 8), dtype=np.int64)
+    chain[:, 0] = [3, 4, 1, 2, 3]
+    lines = Segment(region(chain[:2]), Spans([(0, 64), (64, 64)]))
+    lines_too = Segment(region(chain[2:]), Spans([(64 * i, 64) for i in range(3)]))
 
     def twice(reads: list[NDArray[np.uint8]], writes: list[NDArray[np.uint8]]) -> None:
         writes[0].view(np.float32)[:] = 2 * reads[0].view(np.float32)
@@ -69,6 +79,7 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
             (place.keys,),
             (room(12 * 24 * 4), room(8 * 120)),
         ),
+        Launch(contract.Chase(), ((lines, lines_too),), (room(8),)),
         Launch(contract.Dense("twice", 12, 0, 96, twice), (whole(scores),), (room(48),)),
     ]
     return {one.args.kernel: one for one in launches}

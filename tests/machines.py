@@ -18,7 +18,8 @@ from tierloop.devices.registry import open_platform
 
 DEFINED = 'source = "defined: for tests"'
 KERNELS = (
-    '["attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "quantize", "dequantize", "dense"]'
+    '["attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "quantize", "dequantize", "dense", '
+    '"chase"]'
 )
 DTYPES = '["float32", "float16", "bfloat16", "int8", "fp8_e4m3"]'
 FAR = 1 << 60

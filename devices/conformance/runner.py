@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tierloop.devices.conformance import codes, compute, errors, identity, memory, ordering
+from tierloop.devices.conformance import chasing, codes, compute, errors, identity, memory, ordering
 from tierloop.devices.conformance.report import Report, Result
 from tierloop.devices.conformance.subject import Failure, Opener, Skip, Subject
 from tierloop.devices.errors import nearest
@@ -22,7 +22,7 @@ _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "memory": (memory,),
     "ordering": (ordering,),
     "errors": (errors,),
-    "compute": (compute, codes),
+    "compute": (compute, codes, chasing),
 }
 LEVELS = (*_MODULES, "stateful")
 MACHINE = "any_sequence_of_commands_agrees_with_a_dict"

@@ -302,12 +302,27 @@ class Dense:
     function: Callable[[list[NDArray[np.uint8]], list[NDArray[np.uint8]]], None] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Chase:
+    """Dependent reads, to measure the latency of a memory.
+
+    reads = (lines,): n ≥ 1 spans of LINE_NBYTES each; the first int64 of a line is the number, 0 … n − 1, of the next.
+    Line 0 is read first, and n lines in all, each only when the one before has said which. writes = (last,): the int64
+    that the last of them holds; 0 where the lines form one circle.
+    """
+
+    kernel: ClassVar[str] = "chase"
+
+
+LINE_NBYTES = 64
+"""A cache line: what one access moves."""
+
 KernelArgs = (
-    Attend | Logits | Combine | Merge | Score | Topk | Gather | Append | Quantize | Dequantize | Cluster | Dense
+    Attend | Logits | Combine | Merge | Score | Topk | Gather | Append | Quantize | Dequantize | Cluster | Dense | Chase
 )
 KERNELS: frozenset[str] = frozenset(
     {"attend", "logits", "combine", "merge", "score", "topk", "gather", "append", "quantize", "dequantize", "cluster"}
-    | {"dense"}
+    | {"dense", "chase"}
 )
 
 
@@ -355,6 +370,7 @@ _READS = {
     "dequantize": 1,
     "cluster": 1,
     "dense": -1,
+    "chase": 1,
 }
 
 
@@ -445,6 +461,9 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         expect.append(("key bytes", reads[0][1], rows * args.head_dim * ITEMSIZE[args.dtype]))
         expect.append(("centroid bytes", writes[0][1], writes[0][1] // (4 * args.head_dim) * 4 * args.head_dim))
         expect.append(("label bytes", writes[1][1], rows * 8))
+    elif isinstance(args, Chase):
+        expect.append(("line bytes", reads[0][1], max(reads[0][0], 1) * LINE_NBYTES))
+        expect.append(("bytes of the last number", writes[0][1], 8))
     for what, got, want in expect:
         if got != want:
             return f"{args.kernel}: {what}: {got} given, {want} needed by the arguments"

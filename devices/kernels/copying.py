@@ -7,13 +7,17 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Copy, Read, Write
 from tierloop.devices.kernels.compiled import address_of
+from tierloop.devices.kernels.gather import move_in_tiles
 from tierloop.devices.kernels.operands import BytesOf, Operands, move_spans
+from tierloop.devices.kernels.pace import is_paced
 from tierloop.devices.regions import Segment
 
 
 def copy_bytes(command: Read | Write | Copy, bytes_of: BytesOf) -> None:
     """See the package's `copy_bytes`. One span on each side is a plain NumPy assignment, which costs a third."""
-    if isinstance(command, Read):
+    if is_paced():
+        _copy_in_tiles(command, bytes_of)
+    elif isinstance(command, Read):
         if len(command.source.spans) == 1:
             command.into[:] = _slice(command.source, bytes_of)
         else:
@@ -28,6 +32,13 @@ def copy_bytes(command: Read | Write | Copy, bytes_of: BytesOf) -> None:
     else:
         operands = Operands(bytes_of)
         move_spans(*operands.rows((command.target,)), *operands.rows((command.source,)))
+
+
+def _copy_in_tiles(command: Read | Write | Copy, bytes_of: BytesOf) -> None:
+    operands = Operands(bytes_of)
+    source = _buffer(command.data) if isinstance(command, Write) else operands.rows((command.source,))
+    target = _buffer(command.into) if isinstance(command, Read) else operands.rows((command.target,))
+    move_in_tiles(*target, *source)
 
 
 def _slice(segment: Segment, bytes_of: BytesOf) -> NDArray[np.uint8]:

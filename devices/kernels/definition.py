@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from tierloop.devices.kernels.contract import (
     CODE_RANGE,
     ITEMSIZE,
+    LINE_NBYTES,
     Append,
     Attend,
+    Chase,
     Cluster,
     Combine,
     Dense,
@@ -66,6 +68,8 @@ def define(args: KernelArgs, reads: list[Given], write_nbytes: list[int]) -> lis
         return [quantize(args, *reads)]
     elif isinstance(args, Dequantize):
         result = dequantize(args, *reads)
+    elif isinstance(args, Chase):
+        return [chase(*reads).view(np.uint8)]
     elif isinstance(args, Cluster):
         centroids, labels = cluster(args, *reads)
         results = [encode(centroids.reshape(-1), "float32"), labels.view(np.uint8)]
@@ -310,6 +314,17 @@ def dequantize(args: Dequantize, rows: Given, scales: Given | None = None) -> Fl
             return value_rows(rows.bytes, args.dtype, args.dim)
         codes = whole_rows(rows, args.dim)
         return numbers(codes, args.dtype).reshape(-1, args.dim) * scales_of_rows(args, scales, len(codes))
+
+
+def chase(lines: Given) -> NDArray[np.int64]:
+    """The number that the last line holds: (1,)."""
+    numbers = whole_rows(lines, LINE_NBYTES)[:, :8].copy().view(np.int64).ravel()
+    line = 0
+    for _ in numbers:
+        line = int(numbers[line])
+        if not 0 <= line < len(numbers):
+            raise ValueError(f"chase: a line names line {line}, of {len(numbers)}")
+    return np.array([line])
 
 
 def whole_rows(given: Given, nbytes: int) -> Bytes:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Operand
 from tierloop.devices.kernels.compiled import INT64, INTS, TABLE, address_of, kernel, move_bytes, take_next
 from tierloop.devices.kernels.operands import BytesOf, Operands
+from tierloop.devices.kernels.pace import TILE_NBYTES, is_paced, keep_pace, new_counter
 from tierloop.devices.kernels.plan import how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.products import ask_for
@@ -55,6 +56,7 @@ def _work_on_bytes(
         low = take_next(counter) * share_nbytes
         if low >= total:
             break
+        keep_pace(counter, low, total)
         high = min(low + share_nbytes, total)
         i = how_many_up_to(target_ends, target_ends.shape[0], low)
         j = how_many_up_to(source_ends, source_ends.shape[0], low)
@@ -93,12 +95,23 @@ def gather(
 ) -> None:
     """Carry out the kernel: bytes end to end, whatever the spans."""
     operands = Operands(bytes_of)
-    target_base, target_spans = operands.rows(writes[0])
-    source_base, source_spans = operands.rows(reads[0])
+    move_in_tiles(*operands.rows(writes[0]), *operands.rows(reads[0]), threads)
+
+
+def move_in_tiles(
+    target_base: int,
+    target_spans: NDArray[np.int64],
+    source_base: int,
+    source_spans: NDArray[np.int64],
+    threads: int = 1,
+) -> None:
+    """Copy bytes between two lists of spans, as long as both last; threads share them, and a pace is kept."""
     target_ends, source_ends = np.empty(len(target_spans), dtype=np.int64), np.empty(len(source_spans), dtype=np.int64)
     total = min(_put_ends(target_spans, target_ends), _put_ends(source_spans, source_ends))
     threads = worthwhile(threads, total)
     share_nbytes = max(_PIECE, total // (4 * threads)) if threads > 1 else max(1, total)
-    counter = np.zeros(8, dtype=np.uint8)
+    if is_paced():
+        share_nbytes = TILE_NBYTES
+    counter = new_counter()
     target, source = (target_base, target_spans, target_ends), (source_base, source_spans, source_ends)
     share(threads, partial(_work_on_bytes, address_of(counter), total, share_nbytes, *target, *source))

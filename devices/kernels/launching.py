@@ -9,6 +9,7 @@ from tierloop.devices.commands import Launch
 from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.append import append
 from tierloop.devices.kernels.attend import attend
+from tierloop.devices.kernels.chase import chase
 from tierloop.devices.kernels.cluster import cluster
 from tierloop.devices.kernels.combine import combine
 from tierloop.devices.kernels.dense import dense
@@ -33,6 +34,7 @@ _FUNCTIONS: dict[type, Callable[..., None]] = {
     contract.Dequantize: dequantize,
     contract.Cluster: cluster,
     contract.Dense: dense,
+    contract.Chase: chase,
 }
 
 

@@ -13,6 +13,7 @@ from tierloop.devices.kernels.contract import ITEMSIZE, Logits
 from tierloop.devices.kernels.entries import CAP, ENTRIES
 from tierloop.devices.kernels.lanes import CODES, ITEM
 from tierloop.devices.kernels.operands import BytesOf, Operands
+from tierloop.devices.kernels.pace import keep_pace, new_counter
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to, positions_of
 from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.products import TILE, WIDTH_OF
@@ -88,6 +89,8 @@ def _work_on_rows(
                     )
                     packed_for = wanted
                 for start in range(row, end, _CHUNK):
+                    if tile == 0:
+                        keep_pace(counter, start, total)
                     n = min(_CHUNK, end - start)
                     skipped = start - first_row[run]
                     for j in range(n):
@@ -126,7 +129,7 @@ def logits(
     queries, out = operands.source(reads[0]), operands.target(writes[0])
     threads = worthwhile(threads, rows.total * args.head_dim * ITEMSIZE[args.dtype] * args.q_len)
     share_rows = max(_CHUNK, rows.total // (4 * threads)) if threads > 1 else max(1, rows.total)
-    counter = np.zeros(8, dtype=np.uint8)
+    counter = new_counter()
 
     def work() -> None:
         _work_on_rows(

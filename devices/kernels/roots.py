@@ -13,6 +13,7 @@ from tierloop.devices.kernels.contract import Attend, Combine, value_nbytes
 from tierloop.devices.kernels.entries import ENTRIES, MERGE
 from tierloop.devices.kernels.lanes import CODES
 from tierloop.devices.kernels.merging import fold
+from tierloop.devices.kernels.pace import new_counter
 from tierloop.devices.kernels.plan import ROOT, SLOT, SPLIT, Rows
 from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.splits import work_on_pieces
@@ -43,10 +44,10 @@ def states_of_roots(
     threads = worthwhile(threads, rows.total * row_nbytes * args.q_len)
     pieces, num_partials = rows.pieces(args.roots, args.split_tokens, threads)
     num_queries = args.q_len * args.group
-    # The counter that threads share, then room for partial results.
-    scratch = np.zeros(8 + num_partials * num_queries * (args.head_dim_v + 2) * 4, dtype=np.uint8)
+    partials_nbytes = num_partials * num_queries * (args.head_dim_v + 2) * 4
+    scratch = new_counter(partials_nbytes)
     counter = address_of(scratch)
-    partials = counter + 8
+    partials = counter + scratch.nbytes - partials_nbytes
     key_base, key_spans = keys or values
     given = (
         counter, pieces, rows.runs, rows.first_row, key_base, key_spans, *values, queries, logits, q_positions,

@@ -45,6 +45,7 @@ from tierloop.devices.kernels.lanes import (
 )
 from tierloop.devices.kernels.lanes import INT64 as LANE
 from tierloop.devices.kernels.operands import BytesOf, Operands
+from tierloop.devices.kernels.pace import keep_pace, new_counter
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
 from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTHS
@@ -140,6 +141,7 @@ def _work_on_rows(
         while row < high:
             while first_row[run + 1] <= row:
                 run += 1
+            keep_pace(counter, row, total)
             left = min(first_row[run + 1], high) - row
             n = min(left, _CHUNK)
             first = base + spans[run, 0] + (row - first_row[run]) * nbytes
@@ -186,7 +188,7 @@ def score(
     queries, out = operands.source(reads[0]), operands.target(writes[0])
     threads = worthwhile(threads, rows.total * nbytes)
     share_rows = max(_CHUNK, rows.total // (4 * threads)) if threads > 1 else max(1, rows.total)
-    counter = np.zeros(8, dtype=np.uint8)
+    counter = new_counter()
 
     def work() -> None:
         _work_on_rows(

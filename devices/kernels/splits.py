@@ -31,6 +31,7 @@ from tierloop.devices.kernels.compiled import (
 from tierloop.devices.kernels.entries import CAP, MERGE, RESCALE, SOFTMAX, WEIGH
 from tierloop.devices.kernels.lanes import INT8, ITEM, LANES, fill_table
 from tierloop.devices.kernels.merging import call_merge, meeting_level, put_identity
+from tierloop.devices.kernels.pace import keep_pace
 from tierloop.devices.kernels.plan import HIGH, KV_HEAD, LOW, SEQUENCE, SLOT, how_many_up_to
 from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTH_OF, ask_for
 from tierloop.devices.kernels.softmax import (
@@ -321,6 +322,7 @@ def work_on_pieces(
     wide, wide_rows = np.empty(wide_nbytes(head_dim), np.uint8), np.empty(NEAR, np.int64)
     # Tables of rows: a whole split and those that are asked for ahead, twice, so that they are moved up rarely.
     look = most_rows + _ROWS_AHEAD
+    all_work = first_row[-1] * all_tiles
     room = 2 * (most_rows + look)
     tables = np.zeros((3, room + look), np.int64)
     all_seen = np.empty((block, 4), np.int64)
@@ -382,6 +384,7 @@ def work_on_pieces(
                     filled += n
                 if i == filled:
                     break
+                keep_pace(counter, low * all_tiles + tile * (high - low) + (here - low) * num_tiles, all_work)
                 keys_now, values_now, positions_now = keys + 8 * i, values + 8 * i, positions + 8 * i
                 split = load_int(positions_now) // split_tokens
                 n, border = min(filled - i, most_rows), (split + 1) * split_tokens

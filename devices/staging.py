@@ -95,7 +95,7 @@ def staged_copy(
     nbytes = source.spans.nbytes
     if not nbytes:
         return StagedCopy((), 0)
-    largest, smallest = _limits(nbytes, stages, grid)
+    largest, smallest = _limits(nbytes, stages, grid, chunk_nbytes or 0)
     if chunk_nbytes is None:
         chunk_nbytes = _best_chunk(source, target, stages, grid, smallest, largest)
     elif not smallest <= chunk_nbytes <= largest or chunk_nbytes % grid:
@@ -176,10 +176,9 @@ def _grid(source: Segment, target: Segment, stages: Sequence[Stage]) -> int:
     return grid
 
 
-def _limits(nbytes: int, stages: Sequence[Stage], grid: int) -> tuple[int, int]:
+def _limits(nbytes: int, stages: Sequence[Stage], grid: int, asked: int) -> tuple[int, int]:
     """(largest, smallest) chunk: slots, largest transfers and the depth of the queues allow it."""
-    whole = -(-nbytes // grid) * grid
-    largest, smallest = whole, grid
+    largest, smallest = max(-(-nbytes // grid) * grid, asked), grid
     load: dict[tuple[int, int], int] = {}
     for stage in stages:
         executor = stage.device.info.executor_of(stage.queue)

@@ -170,6 +170,13 @@ class Job:
         self.future: Any = None
         self.outcome: Any = None
 
+    def label(self) -> str:
+        """What the trace calls it."""
+        command = self.completion.command
+        dense = isinstance(command, Launch) and isinstance(command.args, Dense)
+        name = command.args.label if dense else verb(command)  # type: ignore[union-attr]
+        return f"{self.completion.device} {name}"
+
 
 class Regions(dict[Region, NDArray[np.uint8] | None]):
     """The bytes of live emulated regions (None: phantom); for others, the host's own mapping of them."""
@@ -280,7 +287,7 @@ class Fabric:
                 else:
                     link.bytes_back += flow.work
                 if observers and flow.work:
-                    label = _label(job.completion)
+                    label = job.label()
                     stretch = Occupancy(link.name, direction, flow.start, flow.finish, flow.work, label)
                     for observe in observers:
                         observe(stretch)
@@ -335,10 +342,3 @@ def _two_rates(flows: Flows, one: int, other: int) -> tuple[int, int, int]:
         return flows.add(one), 1, 1
     common = math.lcm(one, other)
     return flows.add(common), common // one, common // other
-
-
-def _label(completion: Completion) -> str:
-    command = completion.command
-    dense = isinstance(command, Launch) and isinstance(command.args, Dense)
-    name = command.args.label if dense else verb(command)  # type: ignore[union-attr]
-    return f"{completion.device} {name}"

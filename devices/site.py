@@ -66,7 +66,21 @@ class Site:
     loads: dict[str, LoadMeter] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
+    lateness: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """Per device and queue of emulated work on the wall clock: how many commands ended at most 2**k ns late."""
+    interference: float = 0.0
+    """What the emulators' own traffic takes of the bandwidth of the host's memory, from 0 to 1, on the wall clock."""
     restarts: list[Callable[[], None]] = field(default_factory=list)
     """Called when a new account begins: what was promised is judged from then on."""
     followers: deque[tuple[Callable[[Completion], None], Completion]] = field(default_factory=deque, repr=False)
     settling: bool = field(default=False, repr=False)
+
+    def late_ns(self, share: float) -> int:
+        """What that share of all commands on emulated queues was at most late by, rounded up to a power of two."""
+        counts = [sum(column) for column in zip(*self.lateness.values(), strict=True)]
+        wanted, seen = share * sum(counts), 0
+        for bucket, count in enumerate(counts):
+            seen += count
+            if seen >= wanted:
+                return 1 << bucket
+        return 0

@@ -40,6 +40,7 @@ from tierloop.emulators.costs import Costs
 from tierloop.emulators.fabric import Fabric, Job, Medium
 from tierloop.emulators.loads import Load, start_loads
 from tierloop.emulators.numerics import Numerics, Outcome
+from tierloop.emulators.pacing import pace_of
 from tierloop.emulators.profile import CHANGED, Profile, find_profile, read_profile
 from tierloop.emulators.promises import LIMIT_PERCENT, Promises
 from tierloop.emulators.reach import Engine
@@ -103,6 +104,7 @@ class EmulatedDevice:
             self._open_memory(backing)
         self._info: DeviceInfo | None = None
         self._costs: list[Costs] = []
+        self._occupies_core = [e.kind == "cores" for e in profile.executors for _ in range(e.queues)]
         self._grids: dict[str, int] = {}
         self._strict = isinstance(self.firmware, PnmModel)
         self._jobs: dict[Completion, Job] = {}
@@ -222,12 +224,16 @@ class EmulatedDevice:
             job.outcome = (job.flops, None)
         self._jobs[completion] = job
         self._fabric.begin(job, completion, self._due)
-        if self._promises is not None and job.outcome is None:
-            job.future = self._numerics.begin(
-                self._name,
-                completion.command,
-                lambda outcome: self._clock.post(self._computed, job, outcome),
-            )
+        if self._promises is None or job.outcome is not None or self._numerics.is_small(completion.command):
+            return
+        if self._occupies_core[completion.queue]:
+            job.pace = pace_of(job.due - completion.started_ns, completion.command, self._fabric.dilation)
+        job.future = self._numerics.begin(
+            self._name,
+            completion.command,
+            lambda outcome: self._clock.post(self._computed, job, outcome),
+            job.pace,
+        )
 
     def _due(self, job: Job) -> None:
         """The job's time has come; on the wall clock its work may still be on a thread, and `_computed` goes on."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from tierloop.emulators.profile import MemoryProfile
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import FAR, NS, Flow, Flows, Route
 from tierloop.firmware_models.media import WHOLE, Firmware
+
+if TYPE_CHECKING:  # it compiles on import, and on the virtual clock nothing keeps a pace
+    from tierloop.devices.kernels.pace import Pace
 
 
 class Link:
@@ -133,7 +136,8 @@ class Job:
     `demands` are its flows, and `fixed_ns` comes after all of them. `flops` is what its kernel computes, `media_nbytes`
     what firmware-run media of the executor's device move, `fault` why it will fail ("" if it will not), `idle` that it
     has nothing to move or compute. It is `due` when the last flow has ended and its latency has passed, and `over` when
-    its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it.
+    its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it. `pace` is
+    told when the end moves, if it keeps one.
     """
 
     __slots__ = (
@@ -151,6 +155,7 @@ class Job:
         "media_nbytes",
         "outcome",
         "over",
+        "pace",
     )
 
     completion: Completion
@@ -169,6 +174,7 @@ class Job:
         self.over = False
         self.future: Any = None
         self.outcome: Any = None
+        self.pace: Pace | None = None
 
     def label(self) -> str:
         """What the trace calls it."""
@@ -313,6 +319,8 @@ class Fabric:
                 jobs[flow.owner] = None
         for job in jobs:
             job.due = max(flow.finish + flow.latency_ns for flow in job.flows) + job.fixed_ns
+            if job.pace is not None:
+                job.pace.end_in(job.due - now)
             if job.due < job.event:
                 job.event = job.due
                 self.clock.call_at(job.due, self._fire, job)

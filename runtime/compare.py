@@ -192,7 +192,7 @@ class _Run:
         self._engine.close()
         tokens = tuple(request.tokens[request.prompt_tokens :])
         verdict = self._recorder.verdict() if self._recorder is not None else Verdict()
-        sigma = self._platform.dilation
+        sigma, site = self._platform.dilation, self._platform.site
         decoding_ns = sum(steps) / sigma
         return PolicyResult(
             policy=title,
@@ -215,9 +215,24 @@ class _Run:
             elapsed_ns=elapsed_ns,
             placement=placement,
             guesses=tuple(self._platform.guesses),
-            notes=tuple(self._platform.notes),
+            notes=(*self._platform.notes, *self._emulation_error()),
+            lateness={
+                f"{device} queue {queue}": tuple(counts) for (device, queue), counts in sorted(site.lateness.items())
+            },
+            interference=site.interference,
             invalid=tuple(self._platform.site.invalid),
         )
+
+    def _emulation_error(self) -> list[str]:
+        """How well the wall clock's emulation was kept, for whoever reads the numbers."""
+        site = self._platform.site
+        if not site.lateness:
+            return []
+        late_us, worst_us = (site.late_ns(share) / 1000 / self._platform.dilation for share in (0.99, 1))
+        return [
+            f"emulation: 99 of 100 commands ended at most {late_us:.1f} µs late, all of them {worst_us:.1f} µs (scaled "
+            f"back); the emulators' own traffic took {site.interference:.1%} of this host's memory bandwidth"
+        ]
 
     async def _steps(self, request: Request, num_tokens: int, report: Progress) -> list[int]:
         """Decode until `num_tokens` are there or the sequence ends; ns of the clock per step."""

@@ -73,6 +73,10 @@ class PolicyResult:
     guesses: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
+    lateness: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """On the wall clock, by device and queue: how many emulated commands ended at most 2**k ns late."""
+    interference: float = 0.0
+    """On the wall clock: what the emulators' own traffic took of the bandwidth of the host's memory, from 0 to 1."""
     wall_s: float = 0.0
     refused: str | None = None
 

@@ -7,7 +7,8 @@ make up for all of it: a burst at the host's speed is nothing that the slower me
 counted, and the command ends late.
 
 Time is read from the processor's cycle counter where it counts evenly through all states (x86 with constant_tsc and
-nonstop_tsc), elsewhere from the monotonic clock. Waits sleep until shortly before their deadline, then spin.
+nonstop_tsc), elsewhere from the monotonic clock. Waits sleep until shortly before their deadline, then spin. A pace
+that does not spin leaves the core to others and is rough: tiles begin up to 50 µs early or as late as the system wakes.
 
 `with keeping(pace)` sets the pace of a thread's kernels; `new_counter` hands it on to them. Without a pace, nothing of
 this costs more than one load for each tile.
@@ -31,15 +32,16 @@ from numpy.typing import NDArray
 
 from tierloop.devices.kernels.compiled import INT64, address_of, inline, kernel, load_int, store_int
 
-START, LENGTH, PER_US, CYCLES, DEBT, WORST, DROPPED, WAITS, BUCKETS = range(9)
+START, LENGTH, PER_US, CYCLES, DEBT, SPINS, WORST, DROPPED, WAITS, BUCKETS = range(10)
 """Places of a pace, int64 each: ticks of its start and of its length, ticks per µs, whether ticks are cycles, the debt
-that may be made up for; then what is counted: the worst lateness, what was dropped of the debt, the number of waits,
-and the histogram of lateness: place BUCKETS + k counts waits that ended at most 2**k ticks late."""
+that may be made up for, whether waits spin; then what is counted: the worst lateness, what was dropped of the debt, the
+number of waits, and the histogram of lateness: place BUCKETS + k counts waits that ended at most 2**k ticks late."""
 NUM_BUCKETS = 40
 PACE = 1
 """Where the address of a pace lies behind a counter, in int64 places."""
-_SLEEP_US, _SPIN_US = 200, 150
-"""Sleep if more than the first is left, to the second before the deadline: sleeping overshoots by 14 to 70 µs."""
+_SLEEP_US, _SPIN_US, _ROUGH_US = 200, 150, 50
+"""Sleep if more than the first is left, to the second before the deadline: sleeping overshoots by 14 to 70 µs. The
+third is the least that is worth a sleep to a pace that does not spin."""
 
 TILE_NBYTES = 1 << 16
 """Bytes between two looks at the time, where a kernel may choose: 100 looks/ms at 6.5 GB/s cost less than 1 %."""
@@ -92,15 +94,20 @@ def wait_for(pace: int, done: int, total: int) -> None:
     cycles, per_us, debt = load_int(pace + 8 * CYCLES), load_int(pace + 8 * PER_US), load_int(pace + 8 * DEBT)
     start = load_int(pace + 8 * START)
     due = start + np.int64(load_int(pace + 8 * LENGTH) * (done / total))
+    spins = load_int(pace + 8 * SPINS)
+    least, spared = (_SLEEP_US, _SPIN_US) if spins else (_ROUGH_US, 0)
     now = _read_ticks(cycles)
     while now < due:
         left = due - now
-        if left > _SLEEP_US * per_us:
+        if left <= least * per_us:
+            if not spins:
+                break
+        else:
             # In pieces, because the end may be moved meanwhile: somebody else has come or gone.
-            _sleep_ns(min(left // per_us - _SPIN_US, 20_000) * 1000)
+            _sleep_ns(min(left // per_us - spared, 20_000) * 1000)
             due = start + np.int64(load_int(pace + 8 * LENGTH) * (done / total))
         now = _read_ticks(cycles)
-    late = now - due
+    late = max(now - due, 0)
     if late > debt:
         store_int(pace + 8 * START, start + late - debt)
         store_int(pace + 8 * DROPPED, load_int(pace + 8 * DROPPED) + late - debt)
@@ -128,12 +135,13 @@ class Pace:
     `end_in` may be called while the work is under way, by another thread.
     """
 
-    def __init__(self, length_ns: int, debt_ns: int = 100_000, start_in_ns: int = 0) -> None:
+    def __init__(self, length_ns: int, debt_ns: int = 100_000, start_in_ns: int = 0, spins: bool = True) -> None:
         per_ns = ticks_per_ns()
         self.places: NDArray[np.int64] = np.zeros(BUCKETS + NUM_BUCKETS, dtype=np.int64)
         self.places[CYCLES] = counts_cycles()
         self.places[PER_US] = max(round(1000 * per_ns), 1)
         self.places[DEBT] = round(debt_ns * per_ns)
+        self.places[SPINS] = spins
         self.places[START] = ticks(counts_cycles()) + round(start_in_ns * per_ns)
         self.places[LENGTH] = round(length_ns * per_ns)
         self.address = address_of(self.places.view(np.uint8))

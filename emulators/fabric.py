@@ -34,6 +34,7 @@ from tierloop.firmware_models.media import WHOLE, Firmware
 
 if TYPE_CHECKING:  # it compiles on import, and on the virtual clock nothing keeps a pace
     from tierloop.devices.kernels.pace import Pace
+    from tierloop.emulators.interleave import InterleavedDevice
 
 
 class Link:
@@ -194,8 +195,8 @@ class Regions(dict[Region, NDArray[np.uint8] | None]):
 class Fabric:
     """Shared by all emulated devices of a site; get it with `Fabric.of(site)`.
 
-    `media` holds the open memories by name and `regions` the bytes of their live regions; each of `users` says whether
-    a device has a command under way that names a region.
+    `media` holds the open memories by name, `sets` the interleave sets made of them, and `regions` the bytes of their
+    live regions; each of `users` says whether a device has a command under way that names a region.
     """
 
     def __init__(self, site: Site, topology: Topology) -> None:
@@ -205,6 +206,7 @@ class Fabric:
         self.dilation = topology.dilation
         self.flows = Flows(topology.dilation)
         self.media: dict[str, Medium] = {}
+        self.sets: dict[str, InterleavedDevice] = {}
         self.regions = Regions()
         self.links = {name: Link(spec, self.flows, site.clock) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []

@@ -1,8 +1,9 @@
 """Checked reading of tables that came from outside (TOML files, options): types, ranges, unknown keys.
 
 Whoever reads a table asks for each key by a method that says what is allowed, and ends with `finish`, which refuses
-the keys that nobody asked for. Every refusal is a ConfigurationError that names the place, the key, what was given and
-what is allowed. Whole numbers may be written as 64e9; NaN, infinities and booleans are no numbers.
+the keys that nobody asked for. Every refusal is a ConfigurationError that names the place (of a file, with the line),
+the key, what was given and what is allowed. Whole numbers may be written as 64e9; NaN, infinities and booleans are no
+numbers.
 """
 
 from __future__ import annotations
@@ -38,6 +39,49 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
 
 
+def line_of(text: str, key: str) -> int:
+    """The line, from 1, on which a dotted key stands in a TOML text, or that of its nearest table; 0 if none does.
+
+    `key` may have indices for arrays of tables (`curves[1].points`). Good enough to point at a mistake: a key that is
+    written in an unusual way is found by its table.
+    """
+    wanted = key.split(".")
+    best, depth = 0, 0
+    counts: dict[str, int] = {}
+    header: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        head = _HEADER.match(line)
+        given = _ASSIGNMENT.match(line)
+        if head is not None:
+            name = head["name"].replace('"', "").replace(" ", "")
+            if head["array"]:
+                counts[name] = counts.get(name, -1) + 1
+                name = f"{name}[{counts[name]}]"
+            header = path = name.split(".")
+        elif given is not None:
+            path = header + given["key"].replace('"', "").replace(" ", "").split(".")
+        else:
+            continue
+        if len(path) > depth and wanted[: len(path)] == path:
+            best, depth = number, len(path)
+    return best
+
+
+def _line_in(place: str, key: str) -> int:
+    """The line of a key in the TOML file that `place` is the path of; 0 if it is none, or has no such line."""
+    if not key or not place.endswith(".toml"):
+        return 0
+    try:
+        with open(place, "rb") as file:
+            return line_of(file.read(_LARGEST_FILE).decode(errors="replace"), key)
+    except OSError:
+        return 0
+
+
+_HEADER = re.compile(r"\s*\[(?P<array>\[?)\s*(?P<name>[^\[\]]+?)\s*\]")
+_ASSIGNMENT = re.compile(r"\s*(?P<key>[A-Za-z0-9_.\"\- ]+?)\s*=")
+
+
 class Table:
     """One table, and where it stands: `place` is a file or a driver, `prefix` the key of the table in it.
 
@@ -59,6 +103,8 @@ class Table:
         while known and known not in self._origins:
             known = known.rpartition(".")[0]
         place = self._origins.get(known, self.place)
+        line = _line_in(place, full)
+        place = f"{place}, line {line}" if line else place
         return ConfigurationError(f"{place}: {full}: {problem}" if full else f"{place}: {problem}")
 
     def has(self, key: str) -> bool:

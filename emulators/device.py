@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tierloop.devices.commands import Command, Launch, verb
+from tierloop.devices.commands import Command, Copy, Launch, Read, Write, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
+from tierloop.devices.host_speed import host_speed
 from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels import MICROKERNEL
 from tierloop.devices.queues import QueueSet
@@ -40,7 +41,7 @@ from tierloop.emulators.costs import Costs
 from tierloop.emulators.fabric import Fabric, Job, Medium
 from tierloop.emulators.loads import Load, start_loads
 from tierloop.emulators.numerics import Numerics, Outcome
-from tierloop.emulators.pacing import pace_of
+from tierloop.emulators.pacing import late_start, pace_of
 from tierloop.emulators.profile import CHANGED, Profile, find_profile, read_profile
 from tierloop.emulators.promises import LIMIT_PERCENT, Promises
 from tierloop.emulators.reach import Engine
@@ -226,14 +227,26 @@ class EmulatedDevice:
         self._fabric.begin(job, completion, self._due)
         if self._promises is None or job.outcome is not None or self._numerics.is_small(completion.command):
             return
+        command, length_ns = completion.command, job.due - completion.started_ns
         if self._occupies_core[completion.queue]:
-            job.pace = pace_of(job.due - completion.started_ns, completion.command, self._fabric.dilation)
+            job.pace = pace_of(length_ns, command, self._fabric.dilation)
+        elif isinstance(command, (Read, Write, Copy)):
+            job.pace = late_start(length_ns, self._numerics.lead_ns(command, self._host_bytes_per_s()))
         job.future = self._numerics.begin(
             self._name,
-            completion.command,
+            command,
+            job.aside,
             lambda outcome: self._clock.post(self._computed, job, outcome),
             job.pace,
         )
+
+    def _host_bytes_per_s(self) -> int:
+        """What this host reads and writes; measured here if the platform was built by hand."""
+        shared = self._site.shared
+        if "host_bytes_per_s" not in shared:
+            shared["host_bytes_per_s"] = 2 * host_speed().copy_bytes_per_s
+        rate: int = shared["host_bytes_per_s"]
+        return rate
 
     def _due(self, job: Job) -> None:
         """The job's time has come; on the wall clock its work may still be on a thread, and `_computed` goes on."""
@@ -242,6 +255,8 @@ class EmulatedDevice:
             if job.future is not None:
                 return
             job.outcome = self._numerics.now(self._name, completion.command)
+        if job.aside:
+            job.outcome = self._numerics.settle(self._name, completion.command, job.aside, job.outcome)
         del self._jobs[completion]
         completion.flops, error = job.outcome
         if job.fault:

@@ -138,10 +138,11 @@ class Job:
     what firmware-run media of the executor's device move, `fault` why it will fail ("" if it will not), `idle` that it
     has nothing to move or compute. It is `due` when the last flow has ended and its latency has passed, and `over` when
     its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it. `pace` is
-    told when the end moves, if it keeps one.
+    told when the end moves, if it keeps one; what its kernel has written may be kept `aside` until it is due.
     """
 
     __slots__ = (
+        "aside",
         "completion",
         "demands",
         "due",
@@ -176,6 +177,7 @@ class Job:
         self.future: Any = None
         self.outcome: Any = None
         self.pace: Pace | None = None
+        self.aside: list[Any] = []
 
     def label(self) -> str:
         """What the trace calls it."""

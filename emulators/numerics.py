@@ -1,12 +1,17 @@
 """Where the bytes are moved and the kernels run that an emulated command stands for.
 
 On the virtual clock that happens when the command ends, on the clock's thread: results appear at completion, and a
-command that forgot a dependency reads what was there before. On the wall clock it begins when the command starts, on a
-thread of a small pool shared by the site's devices (the kernels release the GIL), and the completion is held until
-both the work is done and the time has come; small transfers are done when their time has come, since handing them over
-would take longer. What cores do (load and store) is paced: it goes tile by tile over the whole of its time, on a thread
-of its own, because it would occupy a core that long. Engines compute as fast as they can. Order is safe either way:
-nothing that comes after a command starts before it has ended.
+command that forgot a dependency reads what was there before. The wall clock comes as close to that as it can:
+
+- Kernels begin when the command starts, on a thread of a small pool (they release the GIL), and the completion is held
+  until both the work is done and the time has come. What they write is kept aside and put in its place then, if it is
+  `ASIDE_NBYTES` at most.
+- Transfers of that size are done when their time has come. Larger ones of engines begin on a thread as late as the
+  host's copy rate allows.
+- What cores do (load and store) is paced: it goes tile by tile over the whole of its time, on a thread of its own,
+  because it would occupy a core that long. A large transfer can be seen coming, as it could in reality.
+
+Order is safe either way: nothing that comes after a command starts before it has ended.
 """
 
 from __future__ import annotations
@@ -17,15 +22,23 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierloop.devices.clocks import set_timer_slack
-from tierloop.devices.commands import Command, Copy, Launch, Read, Write, verb
+from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write, verb
 from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Timeout
+from tierloop.devices.regions import Region
 from tierloop.emulators.fabric import Fabric
 
 if TYPE_CHECKING:
     from tierloop.devices.kernels.pace import Pace
 
-SMALL_NBYTES = 32 << 10
+ASIDE_NBYTES = 256 << 10
+"""Copying so much when a command should end takes 25 to 50 µs, as much as a hand-over to a thread."""
+COPY_MARGIN = 3
+"""A large transfer begins this many times earlier than an idle host needs for it, and `COPY_EARLY_NS` more."""
+COPY_EARLY_NS = 500_000
 SWITCH_S = 50e-6
 """How long a thread may keep the interpreter from another. Python's 5 ms would let the runtime, while it submits the
 next commands, hold up the workers that the time of the present ones is running for."""
@@ -36,6 +49,9 @@ MOST_PACED = 256
 
 Outcome = tuple[int, DeviceError | None]
 """Floating-point operations done, and why it failed."""
+
+Aside = list[tuple[Operand, NDArray[np.uint8]]]
+"""What a kernel has written, and where it belongs."""
 
 
 class Numerics:
@@ -66,17 +82,41 @@ class Numerics:
 
     def is_small(self, command: Command) -> bool:
         """Whether a command is done when its time has come, since a thread is not worth its while."""
-        return isinstance(command, (Read, Write, Copy)) and _nbytes(command) <= SMALL_NBYTES
+        return isinstance(command, (Read, Write, Copy)) and _nbytes(command) <= ASIDE_NBYTES
 
     def begin(
-        self, device: str, command: Command, done: Callable[[Outcome], None], pace: Pace | None = None
+        self, device: str, command: Command, aside: Aside, done: Callable[[Outcome], None], pace: Pace | None = None
     ) -> Future[None]:
-        """Carry a command out on a thread, at a pace if there is one; `done` is called there."""
+        """Carry a command out on a thread; `done` is called there.
+
+        Where there is a pace, kernels and the transfers of cores keep it, and those of engines begin at its end. What
+        goes to `aside` has to be put in its place with `settle`.
+        """
         paced = pace is not None
         if paced not in self._pools:
             threads = MOST_PACED if paced else self._cores
             self._pools[paced] = ThreadPoolExecutor(threads, "paced" if paced else "emulator", set_timer_slack)
+        if isinstance(command, Launch):
+            command = _kept_aside(command, aside)
         return self._pools[paced].submit(lambda: done(self._at_pace(device, command, pace)))
+
+    def lead_ns(self, command: Read | Write | Copy, host_bytes_per_s: int) -> int:
+        """How long before its end a large transfer begins, on a host that reads and writes so many bytes/s."""
+        return COPY_EARLY_NS + COPY_MARGIN * 2 * _nbytes(command) * 1_000_000_000 // host_bytes_per_s
+
+    def settle(self, device: str, command: Command, aside: Aside, outcome: Outcome) -> Outcome:
+        """Put what was kept aside in its place; returns the outcome, with an error if that failed."""
+        if outcome[1] is not None:
+            return outcome
+        for operand, written in aside:
+            at = 0
+            for segment in operand:
+                part = written[at : at + segment.spans.nbytes]
+                at += part.nbytes
+                error = self._carry_out(device, Write(segment, part), 1)[1]
+                if error is not None:
+                    return outcome[0], error
+        return outcome
 
     def leave(self, device: str, running: list[Future[None]]) -> None:
         """Wait for a device's running work, so that no buffer is touched after it was closed. Raises Timeout."""
@@ -104,6 +144,9 @@ class Numerics:
             return self._carry_out(device, command, 1)
         from tierloop.devices.kernels.pace import keeping
 
+        if pace.is_late_start:
+            pace.wait(1, 1)
+            return self._carry_out(device, command, 1)
         with keeping(pace):
             return self._carry_out(device, command, 1)
 
@@ -124,6 +167,21 @@ class Numerics:
                 failure = ProtocolError(device, op, f"it failed while it ran: {error!r}")
             failure.__cause__ = error
             return 0, failure
+
+
+def _kept_aside(command: Launch, aside: Aside) -> Launch:
+    """The launch with operands of its own to write to, where they are small."""
+    if sum([segment.spans.nbytes for operand in command.writes for segment in operand]) > ASIDE_NBYTES:
+        return command
+    writes = []
+    for operand in command.writes:
+        nbytes = sum([segment.spans.nbytes for segment in operand])
+        if nbytes:
+            written = np.zeros(nbytes, dtype=np.uint8)
+            aside.append((operand, written))
+            operand = (Region("aside", "aside", len(aside), nbytes, view=written).all(),)
+        writes.append(operand)
+    return Launch(command.args, command.reads, tuple(writes))
 
 
 def _nbytes(command: Read | Write | Copy) -> int:

@@ -34,6 +34,15 @@ def pace_of(length_ns: int, command: Command, dilation: int) -> Pace:
     return Pace(length_ns, DEBT_NS * dilation, spins=waits)
 
 
+def late_start(length_ns: int, lead_ns: int) -> Pace:
+    """The pace of a command that is to do nothing until `lead_ns` before its end."""
+    from tierloop.devices.kernels.pace import Pace  # compiles on import
+
+    pace = Pace(max(length_ns - lead_ns, 0), debt_ns=1 << 50, spins=False)
+    pace.lead_ns, pace.is_late_start = lead_ns, True
+    return pace
+
+
 def measure_rate(
     nbytes: int, tile_nbytes: int, bytes_per_s: int, buffer: NDArray[Any] | None = None
 ) -> tuple[float, int]:

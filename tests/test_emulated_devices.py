@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -494,14 +495,17 @@ def test_a_kernel_that_fails_on_a_thread_ends_its_command(tmp_path: Path) -> Non
 
 def test_closing_waits_for_a_kernel_that_still_runs(tmp_path: Path) -> None:
     finished: list[bool] = []
+    begun = threading.Event()
     with open_machine(tmp_path, clock="wall", dilation=100) as machine:
         gpu = device(machine, "gpu")
 
         def work(reads: list[NDArray[np.uint8]], writes: list[NDArray[np.uint8]]) -> None:
+            begun.set()
             sum(range(100_000))
             finished.append(True)
 
         gpu.submit(Launch(Dense("mlp", 1, 1, 1, work), (), ()))
+        assert begun.wait(60)
     assert finished == [True]
 
 

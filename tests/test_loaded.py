@@ -344,3 +344,10 @@ def test_writes_and_reads_of_host_buffers_have_the_mix_of_both(machine: Platform
     near = dram.alloc(2 * MB, phantom=True)
     buffer = np.zeros(3 * MB // 2, dtype=np.uint8)
     assert duration(machine, dram, Write(near.at(0, buffer.nbytes), buffer)) == 400_000 + 200
+
+
+def test_a_refusal_points_at_the_line(tmp_path: Path) -> None:
+    profile = loaded_profile(curves=curve(0.5, [[GB, 5]]) + curve(1, [[GB, -5]]))
+    line = 1 + profile[: profile.index("-5")].count("\n")
+    with pytest.raises(ConfigurationError, match=rf"dram\.toml, line {line}: memory\.curves\[1\]\.points: -5 given"):
+        open_machine(tmp_path, profiles={"dram": profile})

@@ -16,12 +16,12 @@ from tierloop.devices.kernels.pace import SPINS, Pace
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes, write_bytes
 from tierloop.emulators import device as emulated
-from tierloop.emulators.numerics import SMALL_NBYTES
-from tierloop.emulators.pacing import DEBT_NS, measure_latency, measure_rate, pace_of
+from tierloop.emulators.numerics import ASIDE_NBYTES, COPY_EARLY_NS, COPY_MARGIN
+from tierloop.emulators.pacing import DEBT_NS, late_start, measure_latency, measure_rate, pace_of
 from tierloop.emulators.promises import BUCKETS, Promises
 from tierloop.emulators.store import Store
 
-LARGE = 2 * SMALL_NBYTES
+LARGE = 2 * ASIDE_NBYTES
 
 
 @pytest.fixture
@@ -154,3 +154,35 @@ def test_an_injected_latency_is_never_shorter_on_average() -> None:
     errors = measure_latency(1_000, 200)
     assert errors.shape == (200,)
     assert errors.sum() >= -DEBT_NS - 200  # the first wait may be late, and the others make up for that
+
+
+def test_what_a_kernel_writes_is_in_its_place_when_its_time_has_come(tmp_path: Path) -> None:
+    with open_machine(tmp_path, clock="wall", dilation=50) as machine:
+        dram = machine.devices["emu:dram"]
+        numerics = dram._numerics  # type: ignore[attr-defined]  # shared by the devices of a site
+        region = dram.alloc(128)
+        write_bytes(machine.clock, dram, region.at(0, 64), bytes(range(64)))
+        gather = Launch(Gather(), ((region.at(0, 64),),), ((region.at(96, 32), region.at(64, 32)),))
+        aside: list[Any] = []
+        outcomes: list[Any] = []
+        numerics.begin("emu:dram", gather, aside, outcomes.append).result(60)
+        assert read_bytes(machine.clock, dram, region.at(64, 64)).tolist() == [0] * 64
+        assert numerics.settle("emu:dram", gather, aside, outcomes[0]) == (0, None)
+        expected = [*range(32, 64), *range(32)]
+        assert read_bytes(machine.clock, dram, region.at(64, 64)).tolist() == expected
+
+
+def test_a_large_transfer_of_an_engine_begins_late_however_its_end_moves(tmp_path: Path) -> None:
+    with open_machine(tmp_path, clock="wall", dilation=50) as machine:
+        dram = machine.devices["emu:dram"]
+        numerics = dram._numerics  # type: ignore[attr-defined]  # shared by the devices of a site
+        region = dram.alloc(LARGE)
+        write = Write(region.all(), np.ones(LARGE, dtype=np.uint8))
+        lead_ns = numerics.lead_ns(write, 10_000_000_000)
+        assert lead_ns == COPY_EARLY_NS + COPY_MARGIN * 2 * LARGE // 10
+        pace = late_start(1 << 60, lead_ns)
+        future = numerics.begin("emu:dram", write, [], lambda _: None, pace)
+        assert not read_bytes(machine.clock, dram, region.all()).any()
+        pace.end_in(lead_ns)
+        future.result(60)
+        assert read_bytes(machine.clock, dram, region.all()).all()

@@ -226,9 +226,9 @@ def test_wrong_files_are_refused_with_file_key_and_what_is_allowed(tmp_path: Pat
 
 def test_the_file_that_holds_the_mistake_is_blamed(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(instead("latency_ns = 500", "latency_ns = -1"))
-    with pytest.raises(ConfigurationError, match=r"base\.toml: links\.pcie\.latency_ns: -1 given"):
+    with pytest.raises(ConfigurationError, match=r"base\.toml, line 14: links\.pcie\.latency_ns: -1 given"):
         read(tmp_path, 'include = ["base"]\n[links.pcie]\nbytes_per_s = 1e9\n')
-    with pytest.raises(ConfigurationError, match=r"machine\.toml: links\.pcie\.latency_ns: -2 given"):
+    with pytest.raises(ConfigurationError, match=r"machine\.toml, line \d+: links\.pcie\.latency_ns: -2 given"):
         read(tmp_path, 'include = ["base"]\n[links.pcie]\nlatency_ns = -2\n')
     with pytest.raises(ConfigurationError, match=r"machine\.toml with the override links\.pcie\.latency_ns: links"):
         read(tmp_path, BASE, {"links.pcie.latency_ns": -3})

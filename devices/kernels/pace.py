@@ -144,10 +144,15 @@ class Pace:
         self.places[SPINS] = spins
         self.places[START] = ticks(counts_cycles()) + round(start_in_ns * per_ns)
         self.places[LENGTH] = round(length_ns * per_ns)
+        self.lead_ns = 0
+        """How much earlier than is said the pace ends."""
+        self.is_late_start = False
+        """Whether nothing is to be done before the end of the pace, and then all at once."""
         self.address = address_of(self.places.view(np.uint8))
 
     def end_in(self, ns: int) -> None:
         """The work is to end so long from now, earlier or later than was said before."""
+        ns -= self.lead_ns
         now = ticks(counts_cycles())
         self.places[LENGTH] = max(now + round(ns * ticks_per_ns()) - int(self.places[START]), 0)
 

@@ -32,7 +32,7 @@ from tierloop.devices.regions import Segment
 from tierloop.emulators.fabric import Demand, Fabric, Job, Leg
 from tierloop.emulators.profile import ExecutorProfile, lines_of
 from tierloop.emulators.reach import Engine, Reach
-from tierloop.emulators.spread import SetReach, shares
+from tierloop.emulators.spread import Part, SetReach, deal
 from tierloop.emulators.timing import FAR, NS, WINDOW, Mix, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
@@ -210,10 +210,10 @@ class Costs:
         for memory in traffic.read | traffic.written:
             if dense and memory == self._own:
                 continue
-            reach = self._reach.get(memory)
-            if reach is None:
+            if memory in self._sets:
                 self._spread_kernel(demands, command, memory, commit)
                 continue
+            reach = self._reach[memory]
             read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
             if reach.firmware is not None:
                 self._kernel_media(job, command, memory, commit)
@@ -304,6 +304,7 @@ class Costs:
 
         Between two sets what is read and what is written are flows of their own.
         """
+        ends = ((key[0], source, False), (key[1], target, True))
         side = source if source is not None else target
         assert side is not None
         job = Job([], self._overhead_ns + self._span_ns * len(side.spans))
@@ -313,14 +314,14 @@ class Costs:
             return job
         small = [
             memory
-            for memory, end in zip(key, (source, target), strict=True)
+            for memory, end, _ in ends
             if self._profile.mlp_lines and end is not None and _is_random(nbytes, len(end.spans))
         ]
-        parts: list[tuple[Route, int, int, list[Reach]]] = []
-        for memory, end, is_write in ((key[0], source, False), (key[1], target, True)):
+        parts: list[Part] = []
+        both = key[0] in self._sets and key[1] in self._sets
+        for memory, end, is_write in ends:
             if memory not in self._sets:
                 continue
-            both = key[0] in self._sets and key[1] in self._sets
             other = "" if both else key[not is_write]
             waits = [self._reach[other]] if other and other in small else []
             for reach, count in self._sets[memory].spread([end] if end is not None else [], nbytes, commit):
@@ -330,9 +331,10 @@ class Costs:
                     way = (other, reach.memory) if is_write else (reach.memory, other)
                     route, latency_ns, _ = self._transfers.get(way) or self._transfer(*way)
                 parts.append((route, count, latency_ns, [reach, *waits] if memory in small else waits))
-        spans = max((len(end.spans) for end in (source, target) if end is not None), default=1)
-        self._deal(job.demands, parts, self._window(nbytes, spans) if small else 0)
-        for memory, end, is_write in ((key[0], source, False), (key[1], target, True)):
+        spans = max(len(end.spans) for _, end, _ in ends if end is not None)
+        window = self._window(nbytes, spans) if small else 0
+        job.demands += deal(parts, window, self._most, self._dependent)
+        for memory, end, is_write in ends:
             if end is not None and memory not in self._sets:
                 self._transfer_media(job, end, is_write, parts[0][0], parts[0][2], commit)
         return job
@@ -351,32 +353,15 @@ class Costs:
                 window = WINDOW * LINE_NBYTES
             elif self._profile.mlp_lines and _is_random(nbytes, spans):
                 window = self._window(nbytes, spans)
-            parts: list[tuple[Route, int, int, list[Reach]]] = []
+            parts: list[Part] = []
             for reach, count in self._sets[memory].spread(segments, nbytes, commit):
                 if reach.one_flow and not window:
                     together[reach] = together.get(reach, 0) + count
                     continue
                 route = reach.write_route if is_write else reach.read_route
                 parts.append((route, count, reach.latency_ns, [reach] if window else []))
-            self._deal(demands, parts, window, FAR)
+            demands += deal(parts, window, FAR, self._dependent)
         demands += [(reach.read_route, count, FAR, reach.latency_ns) for reach, count in together.items()]
-
-    def _deal(
-        self, demands: list[Demand], parts: list[tuple[Route, int, int, list[Reach]]], window: int, most: int = 0
-    ) -> None:
-        """Flows for (route, bytes, latency, memories whose latency is waited for).
-
-        The command's limit is dealt by bytes; lines under way are where accesses wait, so by bytes times latency.
-        """
-        if not parts:
-            return
-        most = most or self._most
-        caps = [FAR] * len(parts) if most == FAR else shares(most, [part[1] for part in parts])
-        waiting = [part[1] * max(sum(reach.latency_ns for reach in part[3]), 1) for part in parts]
-        for (route, count, latency_ns, waits), cap, lines in zip(parts, caps, shares(window, waiting), strict=True):
-            if window and waits:
-                route, latency_ns = self._dependent(route.demands, route.legs, route.mixes, lines, waits), 0
-            demands.append((route, count, cap, latency_ns))
 
     def _transfer(self, source: str, target: str) -> tuple[Route, int, bool]:
         """Route and latency of a transfer, and whether firmware runs a medium on it.

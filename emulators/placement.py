@@ -48,7 +48,8 @@ class Striped:
         if self._address:
             spans = spans.copy()
             spans[:, 0] += self._address
-        return self._decoder.bytes_per_way(spans).tolist()
+        counts: list[int] = self._decoder.bytes_per_way(spans).tolist()
+        return counts
 
 
 class Dealt:
@@ -65,7 +66,8 @@ class Dealt:
 
     def bytes_on(self, spans: Ranges) -> list[int]:
         """See `Placement`."""
-        return _dealt(spans, self._table, self._members, self._first).tolist()
+        counts: list[int] = _dealt(spans, self._table, self._members, self._first).tolist()
+        return counts
 
 
 class Filled:

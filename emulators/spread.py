@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tierloop.devices.regions import Segment
+from tierloop.emulators.fabric import Demand
 from tierloop.emulators.reach import Reach
-from tierloop.emulators.timing import Route
+from tierloop.emulators.timing import FAR, Route
 
 if TYPE_CHECKING:
     from tierloop.emulators.interleave import InterleavedDevice
@@ -37,7 +38,29 @@ class SetReach:
         return route.alone * sum(self.set.weights) // route.alone_s
 
 
-def shares(total: int, parts: Sequence[int]) -> list[int]:
+Part = tuple[Route, int, int, list[Reach]]
+"""What a command does on one member: route, bytes, latency, and the memories whose latency its accesses wait for."""
+
+
+def deal(parts: Sequence[Part], window: int, most: int, dependent: Callable[..., Route]) -> list[Demand]:
+    """The flows of a command that moves at most `most` bytes/s and has `window` under way, both in all.
+
+    The limit is dealt by bytes. What is under way is where accesses wait, so it is dealt by bytes times latency; a
+    `dependent` route (costs.py) is made for it.
+    """
+    if not parts:
+        return []
+    caps = [FAR] * len(parts) if most == FAR else _shares(most, [part[1] for part in parts])
+    waiting = [part[1] * max(sum(reach.latency_ns for reach in part[3]), 1) for part in parts]
+    demands: list[Demand] = []
+    for (route, nbytes, latency_ns, waits), cap, lines in zip(parts, caps, _shares(window, waiting), strict=True):
+        if window and waits:
+            route, latency_ns = dependent(route.demands, route.legs, route.mixes, lines, waits), 0
+        demands.append((route, nbytes, cap, latency_ns))
+    return demands
+
+
+def _shares(total: int, parts: Sequence[int]) -> list[int]:
     """A whole number dealt in proportion, rounded down, but at least 1 each."""
     whole = sum(parts)
     return [max(total * part // whole, 1) for part in parts]

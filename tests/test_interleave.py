@@ -108,7 +108,8 @@ def members_of(platform: Platform, name: str = "pool") -> InterleavedDevice:
 
 def used(platform: Platform, name: str) -> int:
     """Bytes that are allocated on a member."""
-    return platform.devices[f"emu:{name}"]._store.used  # type: ignore[attr-defined]  # the account itself
+    nbytes: int = platform.devices[f"emu:{name}"]._store.used  # type: ignore[attr-defined]  # the account itself
+    return nbytes
 
 
 def load(platform: Platform, nbytes: int, name: str = "pool") -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from tests.machines import DEFINED, LINKS, PROFILES, duration, finish, memory, number, write_machine
 from tests.nvme_rig import bytes_of
 from tierloop.devices.commands import Copy, Flush, Launch, Read
+from tierloop.devices.conformance import Suite
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, OutOfMemory, OutOfRange
 from tierloop.devices.kernels.contract import Chase, Gather
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.registry import open_platform
+from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import read_bytes, write_bytes
 from tierloop.emulators.interleave import InterleavedDevice
@@ -265,6 +268,68 @@ def test_dependent_reads_take_the_latency_of_each_members_line(tmp_path: Path) -
         assert exact <= took <= exact + 1
 
 
+MEMBERS = ("one", "two", "slow")
+POLICIES = [
+    HDM,
+    'policy = "hdm"\ngranule_nbytes = 1024\narithmetic = "xor"\n',
+    'policy = "interleave"\n',
+    'policy = "weighted-interleave"\nweights = [4, 3, 1]\n',
+    'policy = "preferred"\n',
+]
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.lists(st.tuples(st.integers(0, 300_000), st.integers(1, 100_000)), min_size=1, max_size=4),
+    st.sampled_from(["copy", "gather"]),
+)
+def test_a_command_ends_with_its_last_member(
+    tmp_path_factory: pytest.TempPathFactory, policy: str, pieces: list[tuple[int, int]], kind: str
+) -> None:
+    with open_pool(tmp_path_factory.mktemp("machine"), pool(policy, MEMBERS)) as machine:
+        far, single = alloc(machine, "pool", 400_000), Spans(pieces)
+        near = alloc(machine, "dram", single.nbytes)
+        source = Segment(far, single)
+        command = Copy(source, near.all()) if kind == "copy" else Launch(Gather(), ((source,),), ((near.all(),),))
+        took = duration(machine, machine.devices["emu:dram"], command) - 1_000
+        bytes_on = members_of(machine).bytes_on
+        assert sum(bytes_on.values()) == single.nbytes
+        paths = zip(bytes_on.values(), (4, 4, 1), (340, 340, 740), strict=True)
+        # 4 + 4 + 1 bytes/ns fit the cores' own memory; a copy has its latency as well, a kernel a flow to write to it
+        ends = [-(-n // rate) + latency + (100 if kind == "copy" else 0) for n, rate, latency in paths if n]
+        written = [] if kind == "copy" else [-(-single.nbytes // 10) + 100]
+        assert took == max(ends + written)
+
+
+def test_a_kernel_that_waits_for_latency_has_its_lines_on_all_members(tmp_path: Path) -> None:
+    cores = PROFILES["dram"] + number("mlp_lines", 10)
+    with open_pool(tmp_path, pool(HDM, ("one", "slow")), profiles={"dram": cores}) as machine:
+        near, far = alloc(machine, "dram", 1 << 18), alloc(machine, "pool", 1 << 19)
+        rows = Spans.equal(np.arange(0, 1 << 19, 512, dtype=np.int64) + np.tile([0, 256], 512), 256)
+        command = Launch(Gather(), ((Segment(far, rows),),), ((near.all(),),))
+        took = duration(machine, machine.devices["emu:dram"], command) - 1_000
+        # as many bytes on each, 340 and 740 ns away, 640 bytes under way in all; windows are dealt in thousandths
+        exact = (1 << 17) * (340 + 740) // 640
+        assert exact <= took <= exact + 2
+
+
+def test_members_with_curves_give_what_their_curves_allow(tmp_path: Path) -> None:
+    curved = (
+        'kind = "cxl"\nsummary = "a card with curves"\n[memory]\n'
+        + number("capacity", 1 << 24)
+        + "[[memory.curves]]\nread_fraction = 1.0\npoints = [[1_000_000_000, 300], [4_000_000_000, 900]]\n"
+        + f"{DEFINED}\n"
+    )
+    cores = PROFILES["dram"] + number("mlp_lines", 10)
+    with open_pool(tmp_path, pool(HDM), profiles={"cxl": curved, "dram": cores}) as machine:
+        assert load(machine, 512_000) == 512_000 // 8
+        near, far = alloc(machine, "dram", 1 << 18), alloc(machine, "pool", 1 << 19)
+        rows = Spans.equal(np.arange(0, 1 << 19, 512, dtype=np.int64) + np.tile([0, 256], 512), 256)
+        took = duration(machine, machine.devices["emu:dram"], Copy(Segment(far, rows), near.all())) - 1_000
+        # 320 bytes under way on each card at 340 ns are less than 1 byte/ns: still the idle latency
+        assert took == -(-(1 << 17) * 340 // 320)
+
+
 def test_a_flush_reaches_the_farthest_member(tmp_path: Path) -> None:
     with open_pool(tmp_path, pool('policy = "interleave"\n', ("one", "slow"))) as machine:
         far = alloc(machine, "pool", PAGE)
@@ -449,6 +514,18 @@ def test_a_striped_region_holds_what_its_decoder_says_of_its_addresses(
     array = np.array(pieces, dtype=np.int64).reshape(-1, 2)
     moved = array + np.array([address, 0])
     assert Striped(decoder, address, 600_000).bytes_on(array) == decoder.bytes_per_way(moved).tolist()
+
+
+class TestSet(Suite):
+    """The suite of every device, on a set beside its members."""
+
+    device: ClassVar[str] = "emu:pool"
+    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "ordering", "errors", "stateful")
+    examples: ClassVar[int] = 5
+
+    def open(self, site: Site) -> Platform:
+        with TemporaryDirectory() as folder:
+            return open_pool(Path(folder), pool('policy = "weighted-interleave"\nweights = [2, 1]\n'))
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

@@ -178,12 +178,12 @@ def _exponential(random: np.random.Generator) -> Iterator[int]:
     while True:
         whole = 0
         while True:
-            first = last = int(random.integers(0, _ONE))
+            first = last = random.random()
             length = 1
-            while (number := int(random.integers(0, _ONE))) < last:
+            while (number := random.random()) < last:
                 last = number
                 length += 1
             if length % 2:
                 break
             whole += 1
-        yield whole * _ONE + first
+        yield whole * _ONE + int(first * _ONE)  # a whole number: the generator's floats are multiples of 2⁻⁵³

@@ -184,6 +184,12 @@ def _open(
             device = _make(file, device_entry, factories[name], names, site)
             undo.callback(device.close)
             devices[names[name]] = device
+        for load in file.loads.values():
+            if load.bytes_per_s and load.name not in site.loads:
+                raise ConfigurationError(
+                    f"{file.folder / file.name}.toml: loads.{load.name}: memory: {load.memory} has no memory of its "
+                    "own that a load can be put on"
+                )
         memories = set()
         for name in sorted(names, key=lambda name: name != file.host):  # the host's memory first: others need it
             info = _blamed(file, name, lambda full=names[name]: devices[full].info)  # type: ignore[misc]  # late binding

@@ -212,6 +212,13 @@ def test_a_set_shares_its_members_with_others(machine: Platform) -> None:
     assert finish(machine, both, alone) == [128_000 + 1_440, 128_000 + 1_440]
 
 
+def test_a_load_on_one_member_slows_the_part_that_lies_there(tmp_path: Path) -> None:
+    others = '[loads.x]\nmemory = "two"\nbytes_per_s = 2e9\nburst_nbytes = 4000\narrivals = "regular"\n'
+    with open_pool(tmp_path, pool(HDM), others) as machine:
+        assert load(machine, 512_000) == 256_000 // 2
+        assert machine.site.loads["x"].bytes_read >= 256_000 - 4_000
+
+
 def test_kernels_read_a_set_at_the_rate_of_all_members(machine: Platform) -> None:
     near, far = alloc(machine, "dram", 512_000), alloc(machine, "pool", 512_000)
     command = Launch(Gather(), ((far.all(),),), ((near.all(),),))

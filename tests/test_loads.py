@@ -329,6 +329,14 @@ def test_a_real_memory_has_no_load(tmp_path: Path) -> None:
         open_platform(path)
 
 
+@pytest.mark.parametrize(
+    "driver", ['driver = "interleaved"\nmembers = ["cxl"]\npolicy = "bind"\n', 'driver = "null"\n']
+)
+def test_a_load_on_what_has_no_medium_is_refused(tmp_path: Path, driver: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"loads\.x: memory: odd has no memory of its own that a load can be"):
+        open_loaded(tmp_path, f"[devices.odd]\n{driver}", load("x", 1e6, memory="odd"))
+
+
 def test_only_the_loads_of_opened_memories_are_there(tmp_path: Path) -> None:
     with open_loaded(tmp_path, load("others", 1e9), load("far", 1e9, memory="gpu"), only=["dram", "cxl"]) as machine:
         assert list(machine.site.loads) == ["others"]

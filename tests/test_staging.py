@@ -188,6 +188,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("machine")
 
 
+@given(st.integers(1, 2_000), st.integers(1, 12), st.integers(2, 4))
+def test_equal_chunks_take_the_closed_form(folder: Path, twenties: int, count: int, slots: int) -> None:
+    chunk = 20 * twenties
+    with open_machine(folder) as machine:
+        source, target, bounce = alloc(machine, "cxl", MIB), alloc(machine, "gpu", MIB), alloc(machine, "dram", MIB)
+        whole = count * chunk
+        copy = staged_copy(source.at(0, whole), target.at(0, whole), from_card(machine, bounce, slots), chunk)
+        one, other = chunk // 4 + 1_440, chunk // 5 + 800
+        assert elapsed(machine, copy, 0) == one + (count - 1) * max(one, other) + other
+
+
 @given(
     st.lists(st.integers(0, 9_000), min_size=1, max_size=6),
     st.integers(900, 7_000),

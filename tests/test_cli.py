@@ -409,7 +409,12 @@ def test_doctor_keeps_its_contract(run_cli: RunCli) -> None:
         assert device["name"].startswith("emu:") == (device["provenance"] == "emulated")
         assert device["usable"] or device["reasons"]
     assert any(d["name"] == "cpu" and d["usable"] for d in found["devices"])
-    assert {"lateness_p99_ns", "smallest_latency_ns", "highest_rate_bytes_per_s"} <= set(found["timing_floor"])
+    assert {
+        "lateness_p99_ns",
+        "smallest_latency_ns",
+        "smallest_paced_latency_ns",
+        "highest_rate_bytes_per_s",
+    } <= set(found["timing_floor"])
     assert found["dilation"]["auto"] >= found["dilation"]["smallest"] >= 1
 
 

@@ -90,8 +90,19 @@ def _show_floor(shown: Results, floor: dict[str, int], dilation: dict[str, Any])
                     "smallest latency that holds",
                     f"{smallest / 1000:,.0f} µs" if smallest else "none up to 10 ms: the machine is busy",
                 ),
+                (
+                    "smallest latency that holds inside kernels",
+                    f"{floor['smallest_paced_latency_ns']:,} ns"
+                    if floor["smallest_paced_latency_ns"]
+                    else "none up to 10 µs: the machine is busy",
+                ),
                 ("copy by one thread", f"{amount(floor['copy_bytes_per_s'])}/s"),
-                ("highest rate that can be promised", f"{amount(floor['highest_rate_bytes_per_s'])}/s"),
+                (
+                    "highest rate that holds",
+                    f"{amount(floor['highest_rate_bytes_per_s'])}/s"
+                    if floor["highest_rate_bytes_per_s"]
+                    else "none: the machine is busy",
+                ),
                 ("events of the clock", f"{floor['events_per_s']:,}/s"),
                 (
                     f"smallest honest σ for {dilation['platform']}",

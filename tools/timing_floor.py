@@ -2,8 +2,10 @@
 
 - Lateness: how long after its time an event of the wall clock runs, while nothing else is asked of it.
 - The smallest latency that holds: the shortest delay of which 99 of 100 run at most a tenth late.
-- The highest rate: what one core copies divided by 1.5, the margin below which paced accesses were seen to keep their
-  rate while the other core is busy.
+- The smallest latency inside kernels: the shortest that can be injected into an access with an error of 50 ns or a
+  tenth at most, in the median.
+- The highest rate: the highest of `RATES_GB_PER_S` at which a paced read was 0.1 % off at most, in the median, but no
+  more than what one core copies divided by 1.5, the margin that other work on the host needs.
 """
 
 from __future__ import annotations
@@ -15,9 +17,20 @@ from typing import Any
 import numpy as np
 
 from tierloop.devices.clocks import WallClock
+from tierloop.emulators.pacing import measure_latency, measure_rate
 
 DELAYS_NS = (*(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)), 10_000_000)
 """Delays that are tried, shortest first: 1 µs to 10 ms."""
+
+LATENCIES_NS = (50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
+"""Latencies that are tried inside kernels, shortest first."""
+LATENCY_ERROR_NS = 50
+RATES_GB_PER_S = (32, 24, 16, 12, 8, 6, 4, 2, 1, 0.5, 0.1)
+"""Rates that are tried, highest first."""
+RATE_ERROR = 1e-3
+_TRIES = 5
+_PACED_NS = 10_000_000
+_TILE_NBYTES = 1 << 16
 
 _BUDGET_NS = 100_000_000
 _COPY_NBYTES = 64 << 20
@@ -26,12 +39,13 @@ HEADROOM = 1.5
 
 @dataclass(frozen=True)
 class TimingFloor:
-    """Measured on this machine, just now. `smallest_latency_ns` is 0 if not even 10 ms hold."""
+    """Measured on this machine, just now. Latencies and rates are 0 if not even the easiest that was tried holds."""
 
     lateness_p50_ns: int
     lateness_p99_ns: int
     lateness_worst_ns: int
     smallest_latency_ns: int
+    smallest_paced_latency_ns: int
     copy_bytes_per_s: int
     highest_rate_bytes_per_s: int
     events_per_s: int
@@ -51,8 +65,9 @@ def measure() -> TimingFloor:
         lateness_p99_ns=int(quiet[len(quiet) * 99 // 100]),
         lateness_worst_ns=int(quiet[-1]),
         smallest_latency_ns=smallest_latency(clock),
+        smallest_paced_latency_ns=smallest_paced_latency(),
         copy_bytes_per_s=copied,
-        highest_rate_bytes_per_s=int(copied / HEADROOM),
+        highest_rate_bytes_per_s=highest_rate(int(copied / HEADROOM)),
         events_per_s=event_rate(clock),
     )
 
@@ -73,6 +88,28 @@ def smallest_latency(clock: WallClock) -> int:
         late = np.sort(lateness(clock, delay, min(200, max(20, _BUDGET_NS // delay))))
         if late[len(late) * 99 // 100] * 10 <= delay:
             return delay
+    return 0
+
+
+def smallest_paced_latency() -> int:
+    """The first of `LATENCIES_NS` that holds inside kernels, 0 if none does."""
+    for target in LATENCIES_NS:
+        errors = np.abs(np.concatenate([measure_latency(target, 1000) for _ in range(_TRIES)]))
+        if np.median(errors) <= min(LATENCY_ERROR_NS, target / 10):
+            return target
+    return 0
+
+
+def highest_rate(ceiling: int) -> int:
+    """The first of `RATES_GB_PER_S` up to `ceiling` bytes/s that holds, in bytes/s; 0 if none does."""
+    buffer = np.ones(_COPY_NBYTES, dtype=np.uint8)
+    for rate in [round(wanted * 1e9) for wanted in RATES_GB_PER_S]:
+        if rate > ceiling:
+            continue
+        nbytes = rate * _PACED_NS // 1_000_000_000
+        achieved = [measure_rate(nbytes, _TILE_NBYTES, rate, buffer)[0] for _ in range(_TRIES)]
+        if abs(float(np.median(achieved)) / rate - 1) <= RATE_ERROR:
+            return rate
     return 0
 
 

@@ -25,6 +25,20 @@ class LinkMeter(Protocol):
     busy_ns: int
 
 
+class LoadMeter(Protocol):
+    """What the traffic of other hosts has moved on one memory, whole bursts only: in no device's account.
+
+    `offered_nbytes` is what it would have moved on a memory that is fast enough.
+    """
+
+    name: str
+    memory: str
+    bytes_read: int
+    bytes_written: int
+    busy_ns: int
+    offered_nbytes: int
+
+
 class Occupancy(NamedTuple):
     """A stretch of time in which a link carried one command's bytes; times in ns, `direction` forward or back."""
 
@@ -49,6 +63,7 @@ class Site:
     link_observers: list[Callable[[Occupancy], None]] = field(default_factory=list)
     checker: HazardChecker | None = None
     links: dict[str, LinkMeter] = field(default_factory=dict)
+    loads: dict[str, LoadMeter] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
     lateness: dict[tuple[str, int], list[int]] = field(default_factory=dict)

@@ -42,6 +42,7 @@ class Recorded(Around):
         self._known: set[Region] = set()
         self._own: frozenset[str] = frozenset()
         self._written = 0
+        self._mine = not replace
         self._lost: MediaError | None = None
         self.what = f"recorded in {self._path.name}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replace else os.O_EXCL)
@@ -90,6 +91,8 @@ class Recorded(Around):
             if self._open:
                 self._open = False
                 os.close(self._file)
+                if self._mine and not self._written:  # the device could not even be opened
+                    self._path.unlink(missing_ok=True)
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost

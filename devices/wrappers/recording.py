@@ -17,7 +17,8 @@ Every other line has `seq`, its number in the order in which it was asked for, f
 
 A segment has `memory`, `region` and its spans: `spans` [[offset, nbytes], …], or `every` [offset, nbytes, step, count]
 where they are equal and evenly spaced, or beyond 4,096 of them `many` {count, nbytes, end, sha256}. The SHA-256 of
-spans is that of their int64 array, little-endian. Arrays in `args` are {dtype, shape, sha256}, functions {function: name}.
+spans is that of their int64 array, little-endian. Arrays in `args` are {dtype, shape, sha256}, functions
+{function: name}.
 
 Times are ns of the platform's clock, dilated as it is. Numbers and names of fields never change their meaning within a
 version; a reader refuses versions and fields that it does not know.

@@ -106,7 +106,8 @@ class Throttled(Around):
                 written -= traffic.written.get(memory, 0)
             read += command.args.weight_nbytes + command.args.activation_nbytes
         need = _NS * self._sigma * (read * (self._unit // self._rates[0]) + written * (self._unit // self._rates[1]))
-        begin = max(self._free, now * self._unit) if need else now * self._unit
+        busy = now <= self._ns(self._free)  # what begins when the one before ended, rounded up, begins at its true end
+        begin = self._free if need and busy else now * self._unit
         return begin, begin + need
 
     def _ns(self, units: int) -> int:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.decoding import decode
 from tests.machines import write_machine
 from tests.test_docs import ROOT, run_blocks
+from tests.tiny import tiny_model, tiny_workload
 from tests.wrapping import Layer, all_four, ended, every_command, failed, filled, reference, site
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Launch, Read, Write
@@ -37,7 +39,7 @@ from tierloop.devices.registry import open_platform
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import read_bytes
-from tierloop.devices.wrappers import Around, Delayed, Latency, Throttled, wrapped
+from tierloop.devices.wrappers import Around, Delayed, Latency, Throttled, read_recording, wrapped
 from tierloop.emulators.device import open_emulated
 from tierloop.runtime.ledger import Ledger
 
@@ -152,13 +154,14 @@ def test_ledger_and_observers_see_each_command_once(tmp_path: Path) -> None:
     seen: list[Completion] = []
     on.observers.append(seen.append)
     ledger = Ledger(platform)
+    on.observers.append(ledger)
     region = device.alloc(1000)
     made = [device.submit(Write(region.at(3, 900), np.ones(900, dtype=np.uint8)))]
     made.append(device.submit(Read(region.all(), np.empty(1000, dtype=np.uint8)), 0))
     ended(on.clock, *made)
     assert seen == made
-    account = ledger.account()["emu:reference"]
-    assert (account.bytes_written, account.bytes_read, account.commands) == (900, 1000, 2)
+    use = ledger.snapshot()[0]["emu:reference"]
+    assert (use.bytes_written, use.bytes_read, use.commands) == (900, 1000, 2)
 
 
 def test_the_hazard_checker_sees_the_outermost_commands_and_the_device_works_on(layer: Layer) -> None:
@@ -462,3 +465,34 @@ def test_spans_of_a_wrapped_command_are_the_callers_own(layer: Layer) -> None:
     ended(on.clock, completion)
     assert isinstance(completion.command, Read)
     assert completion.command.source.spans is spans
+
+
+# -- under the runtime --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["split-all", "topk-blocks"])
+def test_a_policy_decodes_the_same_bits_on_wrapped_devices_and_moves_the_same_bytes(
+    tmp_path: Path, policy: str
+) -> None:
+    model, prompt = tiny_model(), tiny_workload(120).token_ids
+    wrap = {
+        f"devices.{name}.wrap": [
+            {"kind": "throttled", "bytes_per_s": 10**8},
+            {"kind": "delayed", "read_ns": 100, "read_p99_ns": 9_000, "write_ns": 200},
+            {"kind": "recorded", "file": str(tmp_path / f"{name}.jsonl")},
+            {"kind": "checked"},
+        ]
+        for name in ("gpu", "dram", "nvme", "pnm")
+    }
+    bare, inside = decode(model, [prompt], policy), decode(model, [prompt], policy, overrides=wrap)
+    assert inside.tokens == bare.tokens
+    assert inside.outputs.tobytes() == bare.outputs.tobytes()
+    assert inside.elapsed_ns > 5 * bare.elapsed_ns
+    for name, use in bare.devices.items():
+        other = inside.devices[name]
+        assert (other.bytes_read, other.bytes_written, other.commands) == (
+            use.bytes_read,
+            use.bytes_written,
+            use.commands,
+        ), name
+    assert len(read_recording(tmp_path / "gpu.jsonl").entries) > inside.devices["emu:gpu"].commands

@@ -177,22 +177,24 @@ class Checked(Around):
     def _begin(self, held: Held) -> None:
         assert held.completion is not None
         command = held.completion.command
-        needs: list[Need] = []
+        reads: list[_Part] = []
+        writes: list[_Part] = []
         if not held.traffic.phantom:
-            for segments, writes in ((read_segments(command), False), (write_segments(command), True)):
-                needs += [
-                    Need(blocks, int(pieces.block.min()), int(pieces.block.max()), writes)
-                    for blocks, pieces in self._parts(segments)
-                    if len(pieces.block)
-                ]
-        self._turns.take(held, needs, lambda: self._go(held))
+            reads, writes = self._parts(read_segments(command)), self._parts(write_segments(command))
+        needs = [
+            Need(blocks, int(pieces.block.min()), int(pieces.block.max()), parts is writes)
+            for parts in (reads, writes)
+            for blocks, pieces in parts
+            if len(pieces.block)
+        ]
+        self._turns.take(held, needs, lambda: self._go(held, reads, writes))
 
-    def _go(self, held: Held) -> None:
+    def _go(self, held: Held, reads: list[_Part], writes: list[_Part]) -> None:
         completion = held.completion
         if completion is not None:
             after, held.note = held.note, None
-            steps = self._carry_out(held, completion.command, completion.queue, self._below(after))
-            self._advance(held, steps, None)
+            command, queue = completion.command, completion.queue
+            self._advance(held, self._carry_out(held, command, queue, self._below(after), reads, writes), None)
 
     def _advance(self, held: Held, steps: _Steps, ended: Completion | None) -> None:
         """Hand the next command to the device inside; at the end of the steps, end the command."""
@@ -227,11 +229,15 @@ class Checked(Around):
 
     # -- what is read, carried out and compared --------------------------------------------------------------------
 
-    def _carry_out(self, held: Held, command: Command, queue: int, after: tuple[Completion, ...]) -> _Steps:
-        reads: list[_Part] = []
-        writes: list[_Part] = []
-        if not held.traffic.phantom:
-            reads, writes = self._parts(read_segments(command)), self._parts(write_segments(command))
+    def _carry_out(
+        self,
+        held: Held,
+        command: Command,
+        queue: int,
+        after: tuple[Completion, ...],
+        reads: list[_Part],
+        writes: list[_Part],
+    ) -> _Steps:
         seen: _Seen = {}
         for blocks, numbers in self._before(command, reads, writes):
             error = yield from self._look(command, blocks, numbers, queue, seen)

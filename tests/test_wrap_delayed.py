@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,13 +23,13 @@ EACH = {Read: 1_000, Write: 2_000, Copy: 3_000, Launch: 5_000, Flush: 7_000}
 
 
 def delayed(on: Site, duration_ns: int = 10, seed: int = 0, **latencies: Latency) -> Device:
-    given = {"read": Latency(), "write": Latency()} | latencies
+    given: dict[str, Any] = {"read": Latency(), "write": Latency()} | latencies
     return reference(on, [lambda device, inside: Delayed(device, inside, seed=seed, **given)], duration_ns)
 
 
 def test_every_command_and_kernel_is_delayed() -> None:
     on = site()
-    latencies = {kind.__name__.lower(): Latency(ns) for kind, ns in EACH.items()}
+    latencies: dict[str, Any] = {kind.__name__.lower(): Latency(ns) for kind, ns in EACH.items()}
     device = delayed(on, **latencies)
     for name, command in every_command(on.clock, device).items():
         begun = on.clock.now()
@@ -75,7 +76,7 @@ def tails(seed: int, count: int = 3_000) -> list[bool]:
         begun += ended(on.clock, device.submit(Read(region.all(), np.empty(1, dtype=np.uint8))))
     took = np.diff(begun)
     assert set(took.tolist()) == {110, 100_010}
-    return (took == 100_010).tolist()
+    return [bool(ns == 100_010) for ns in took]
 
 
 def test_one_command_in_a_hundred_takes_the_longer_latency_and_the_seed_says_which() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +14,18 @@ from hypothesis import strategies as st
 
 from tests.machines import write_machine
 from tests.wrapping import ended, every_command, failed, filled, reference, site
-from tierloop.devices.clocks import WallClock
+from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Command, Copy, Launch, Read, Traffic, Write
 from tierloop.devices.completion import Completion
+from tierloop.devices.conformance.gate import Gate
 from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, MediaError
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.registry import open_platform
 from tierloop.devices.site import Site
 from tierloop.devices.wrappers import Throttled, wrapped
+from tierloop.devices.wrappers.throttled import CATCH_UP_NS
 from tierloop.emulators.device import open_emulated
 
 
@@ -113,6 +117,62 @@ def test_a_stream_of_small_commands_has_the_whole_rate() -> None:
     region = device.alloc(64)
     reads = [device.submit(Read(region.all(), np.empty(64, dtype=np.uint8))) for _ in range(300)]
     assert ended(on.clock, *reads)[-1] == 64 * 300 // 3
+
+
+class Late(VirtualClock):
+    """Wakes up later than it was asked to, like a busy host."""
+
+    def __init__(self, clock: VirtualClock, late_ns: int) -> None:
+        self._clock, self._late_ns = clock, late_ns
+
+    def now(self) -> int:
+        return self._clock.now()
+
+    def call_at(self, t_ns: int, call: Callable[..., None], *args: Any) -> None:
+        self._clock.call_at(t_ns + self._late_ns, call, *args)
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_lateness_of_the_host_does_not_add_up(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    inner = reference(Site(clock=clock).inside(), [])
+    device = Throttled(inner, Site(clock=Late(clock, 30)), 10**9)
+    assert device.info.provenance == "emulated"
+    monkeypatch.setattr(device, "_emulated", emulated)
+    region = device.alloc(100)
+    reads = [device.submit(Read(region.all(), np.empty(100, dtype=np.uint8))) for _ in range(50)]
+    ends = ended(clock, *reads)
+    assert ends == [100 * (i + 1) + 30 for i in range(50)]
+
+
+def test_a_host_that_is_far_too_late_does_not_catch_up() -> None:
+    clock = VirtualClock()
+    device = Throttled(reference(Site(clock=clock).inside(), []), Site(clock=Late(clock, CATCH_UP_NS + 1)), 10**9)
+    region = device.alloc(100)
+    reads = [device.submit(Read(region.all(), np.empty(100, dtype=np.uint8))) for _ in range(3)]
+    assert np.diff(ended(clock, *reads)).tolist() == [100 + CATCH_UP_NS + 1] * 2
+
+
+def test_a_command_behind_one_that_was_cancelled_has_nothing_to_catch_up() -> None:
+    on = site()
+    device = throttled(on, 10**9, 10**9)
+    region, gate = device.alloc(100), Gate(on)
+    read = Read(region.all(), np.empty(100, dtype=np.uint8))
+    first, second, third = device.submit(read), device.submit(read, 0, [gate.completion]), device.submit(read)
+    on.clock.wait_until(150)
+    gate.open(MediaError("gate", "flush", "on purpose"))
+    assert ended(on.clock, first, third) == [100, 250]
+    assert failed(on.clock, second) is not None
+
+
+def test_a_device_that_is_slower_than_its_share_has_nothing_to_catch_up() -> None:
+    on = site()
+    device = throttled(on, 10**9, 10**9, duration_ns=500)
+    region, other = device.alloc(100), device.alloc(100)
+    slow = [device.submit(Read(region.all(), np.empty(100, dtype=np.uint8))) for _ in range(4)]
+    assert ended(on.clock, *slow) == [500, 1000, 1500, 2000]
+    both = [device.submit(Read(other.all(), np.empty(100, dtype=np.uint8)), queue) for queue in (1, 2)]
+    assert ended(on.clock, *both) == [2500, 2600]
 
 
 def test_a_phantom_command_takes_its_share_too() -> None:
@@ -235,7 +295,7 @@ def test_a_rate_that_makes_no_sense_is_refused(rate: object) -> None:
 
 def test_copies_of_other_devices_into_its_memory_do_not_pass_through(tmp_path: Path) -> None:
     """What the documentation says of the memory's owner: the GPU's copy engine is not slowed by DRAM's wrapper."""
-    ends = []
+    ends: list[list[int]] = []
     for wrap in ("", 'wrap = [{ kind = "throttled", bytes_per_s = 1e6 }]\n'):
         folder = tmp_path / str(len(ends))
         folder.mkdir()

@@ -133,7 +133,7 @@ def test_all_four_together_carry_out_every_command_and_kernel(tmp_path: Path) ->
     for layers in ([], list(all_four(tmp_path).values())):
         on = site()
         device = reference(on, layers)
-        told = []
+        told: list[object] = []
         for name, command in every_command(on.clock, device).items():
             completion = device.submit(command)
             ended(on.clock, completion)

@@ -7,7 +7,8 @@ get the resource in the order in which their turns come, and a command ends when
 device inside has ended it, whichever is later.
 
 The end is an absolute time, exact to the rounding of one: shares follow one another without a gap as long as there is
-work, lateness of the host is not added up, and time in which nothing was asked for is not saved for a burst.
+work, and time in which nothing was asked for is not saved for a burst. Where the host woke up late, the next command of
+the queue begins at the time that was meant, so that lateness does not add up; it catches up by CATCH_UP_NS at most.
 
 Under σ, rates are divided by it. An emulated device is let in so late that it ends when its share does, because its
 effects have to appear at the end; a real one is let in as soon as the share begins.
@@ -19,6 +20,7 @@ import math
 from dataclasses import replace
 
 from tierloop.devices.commands import Command, Launch, Traffic
+from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device, Estimate
 from tierloop.devices.errors import ConfigurationError, DeviceError
 from tierloop.devices.info import DeviceInfo, Path
@@ -28,6 +30,8 @@ from tierloop.devices.wrappers.around import Around, Held
 
 RATES = (1_000, 10**15)
 """Allowed rates in bytes/s: as for links, 1 kB/s to 1 PB/s."""
+CATCH_UP_NS = 2_000_000
+"""Debts of the host beyond 2 ms are forgotten: a device that has to catch up with more is not throttled any more."""
 _NS = 1_000_000_000
 
 
@@ -43,6 +47,8 @@ class Throttled(Around):
         self._unit = math.lcm(*self._rates)
         """Time is kept in 1/_unit ns, so that no share is rounded."""
         self._free = 0
+        self._meant: dict[int, int] = {}
+        """By queue: when its last command was meant to end."""
         self.what = f"throttled to {_gb(self._rates[0])} read and {_gb(self._rates[1])} written"
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
@@ -72,8 +78,9 @@ class Throttled(Around):
 
     def _begin(self, held: Held) -> None:
         assert held.inner is not None
+        assert held.completion is not None
         command, now = held.inner.command, self._clock.now()
-        begin, end = self._share(command, held.traffic, now)
+        begin, end = self._share(command, held.traffic, self._turn(held.completion, now))
         if end > begin:
             self._free = end
         held.due = self._ns(end)
@@ -81,6 +88,7 @@ class Throttled(Around):
         if self._emulated:
             start = max(start, held.due - self._alone_ns(command, held.inner.queue))
         if start > now:
+            held.number = start
             self._clock.call_at(start, self._release, held)
         else:
             self._release(held)
@@ -90,6 +98,31 @@ class Throttled(Around):
             self._clock.call_at(held.due, self._finish, held)
         else:
             self._finish(held)
+
+    def _release(self, held: Held) -> None:
+        if held.number >= 0:
+            held.number = self._clock.now() - held.number
+        super()._release(held)
+
+    def _finish(self, held: Held) -> None:
+        if held.inner is not None and held.completion is not None:
+            now = self._clock.now()
+            late_by_host = max(held.number, 0) + held.inner.overrun_ns
+            punctual = held.inner.ended_ns <= held.due or now - held.due <= late_by_host
+            self._meant[held.inner.queue] = held.due if punctual else now
+            held.note = True
+        super()._finish(held)
+
+    def _ended(self, held: Held, completion: Completion) -> None:
+        if not held.note:  # it was cancelled, at a time that has nothing to do with the command before it
+            self._meant.pop(completion.queue, None)
+
+    def _turn(self, completion: Completion, now: int) -> int:
+        """When the command's turn came: now, or if it stood behind one that the host ended late, when that was due."""
+        meant = self._meant.get(completion.queue, now)
+        if completion.submitted_ns > meant or now - meant > CATCH_UP_NS:
+            return now
+        return max(meant, *(earlier.ended_ns for earlier in completion.after), completion.submitted_ns)
 
     def _alone_ns(self, command: Command, queue: int) -> int:
         try:

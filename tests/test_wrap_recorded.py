@@ -368,3 +368,21 @@ def test_a_last_line_without_its_end_is_reported(
     recording = read_recording(path)
     assert recording.truncated == (not whole[:left].endswith(b"\n"))
     assert len(recording.entries) == whole[:left].count(b"\n") - 1
+
+
+GOLDEN = Path(__file__).parent / "recordings" / "version_1.jsonl"
+
+
+def test_a_recording_of_version_1_reads_back_for_ever() -> None:
+    recording = read_recording(GOLDEN)
+    assert [type(entry).__name__ for entry in recording.entries] == ["Alloc"] * 3 + ["Ended"] * 5 + ["Free"]
+    done = {entry.verb: entry for entry in recording.entries if isinstance(entry, Ended)}
+    assert set(done) == {"write", "read", "copy", "flush", "topk"}
+    assert done["write"].writes[0][0].spans == Spans([(5, 3), (100, 50)])
+    assert done["read"].reads[0][0].spans == Spans.equal(np.arange(10) * 100, 7)
+    assert done["topk"].after == (done["copy"].seq, done["flush"].seq)
+    assert done["topk"].args == (
+        ("k", 2),
+        ("lengths", Array("int64", (2,), "60aade2bc7d803d24bceca5832090f3e23d06c1ca7f736e1a1578f3e04e8a3fa")),
+    )
+    assert recording.header.device == "emu:reference"

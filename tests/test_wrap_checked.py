@@ -241,6 +241,18 @@ def test_what_another_device_writes_is_no_damage() -> None:
     assert isinstance(failed(on.clock, device.submit(Read(region.all(), np.empty(256, np.uint8)))), MediaError)
 
 
+def test_what_a_device_writes_that_tells_nobody_of_arrivals_is_no_damage_once_it_has_ended() -> None:
+    on = site()
+    device, other = checked(on), reference(on, [], 100, "emu:other")
+    region, source = device.alloc(256), other.alloc(256)
+    write_bytes(on.clock, other, source.all(), bytes(range(256)))
+    on.arrivals.clear()
+    ended(on.clock, other.submit(Copy(source.at(0, 100), region.at(0, 100))))
+    assert read_bytes(on.clock, device, region.at(0, 100)).tolist() == [*range(100)]
+    on.arrivals.append(device._peer_began)  # type: ignore[attr-defined]  # what close takes away
+    device.close()
+
+
 def test_copies_by_a_gpu_into_checked_memory_are_no_damage(tmp_path: Path) -> None:
     path = write_machine(tmp_path)
     wrap = 'wrap = [{ kind = "checked", block_nbytes = 256 }, { kind = "throttled", bytes_per_s = 1e9 }]\n'

@@ -144,6 +144,28 @@ def test_all_four_together_carry_out_every_command_and_kernel(tmp_path: Path) ->
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_delay_and_share_add_up_whichever_is_outside(outside: bool) -> None:
+    on = site()
+    layers: list[Layer] = [
+        lambda device, inside: Throttled(device, inside, 10**9),
+        lambda device, inside: Delayed(device, inside, Latency(500), Latency(500)),
+    ]
+    device = reference(on, layers if outside else layers[::-1])
+    region = device.alloc(1000)
+    commands = [Write(region.all(), np.ones(1000, dtype=np.uint8)), Read(region.all(), np.empty(1000, dtype=np.uint8))]
+    times = []
+    for command in (*commands, *commands):
+        estimate = device.estimate(command).duration_ns
+        begun = on.clock.now()
+        times += [end - begun for end in ended(on.clock, device.submit(command))]
+        assert times[-1] == estimate
+    assert times == [1500 if outside else 1000] * 4, "inside, the delay passes while the share does"
+    queued = [device.submit(command) for command in (*commands, *commands)]
+    begun = on.clock.now()
+    assert [end - begun for end in ended(on.clock, *queued)] == [times[0] * (i + 1) for i in range(4)]
+
+
 # -- seen once ----------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +440,15 @@ def test_a_wrapper_that_cannot_be_made_closes_the_device_inside() -> None:
         wrapped(on, open_device, [lambda device, inside: Throttled(device, inside, 0)])
     with pytest.raises(Gone):
         opened[0].alloc(1)
+
+
+def test_a_device_on_the_platforms_own_site_is_refused_before_anything_counts_twice() -> None:
+    on = site()
+    device = Throttled(reference(on, []), on, 10**9)
+    region = device.alloc(8)
+    with pytest.raises(ConfigurationError, match=r"open it on site\.inside"):
+        device.submit(Read(region.all(), np.empty(8, dtype=np.uint8)))
+    device.close()
 
 
 def test_what_the_device_inside_refuses_is_refused_by_submit_and_nothing_was_queued(tmp_path: Path) -> None:

@@ -41,8 +41,9 @@ class Gate(Completion):
 
     __slots__ = ()
 
-    def open(self, error: DeviceError | None = None) -> None:
+    def open(self, now: int, error: DeviceError | None = None) -> None:
         """Let the command through, or with an error cancel it."""
+        self.started_ns = self.ended_ns = now
         self.error = error
         self.done = True
         self.after = ()
@@ -180,6 +181,13 @@ class Around:
         """Hand the command on behind a gate; raises what the device inside has against it."""
         gate = Gate(self._gates, self._name, command, queue, self._clock.now(), _NOTHING, self._below(after))
         inner = self.inner.submit(command, queue, (gate,))
+        if self._site.outside is None and getattr(inner._owner, "_site", None) is self._site:
+            gate.open(self._clock.now(), Cancelled(self._name, verb(command), "it was taken back"))
+            look(inner)
+            raise ConfigurationError(
+                f"{self._name}: the device inside stands on the platform's own site, so every command would count "
+                "twice: open it on site.inside(), or let `wrapped` do it"
+            )
         held = Held(self, inner.traffic)
         held.inner = inner
         held.gate = gate
@@ -202,7 +210,7 @@ class Around:
     def _release(self, held: Held) -> None:
         """Let the command through to the device inside, unless it is over."""
         if held.completion is not None and held.gate is not None:
-            held.gate.open()
+            held.gate.open(self._clock.now())
 
     def _returned(self, held: Held, inner: Completion) -> None:
         look(inner)
@@ -230,7 +238,7 @@ class Around:
     def _drop(self, held: Held) -> None:
         """Take a command back that was handed on and not let through."""
         if held.gate is not None and not held.gate.done:
-            held.gate.open(Cancelled(self._name, verb(held.gate.command), "it was taken back"))
+            held.gate.open(self._clock.now(), Cancelled(self._name, verb(held.gate.command), "it was taken back"))
 
 
 _NOTHING = Traffic()

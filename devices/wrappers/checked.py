@@ -391,22 +391,30 @@ class Checked(Around):
 
     def _peer_began(self, completion: Completion) -> None:
         """A command of another device may write here from now on."""
-        if self._info is None or completion.device == self._name:
-            return
-        touched = []
-        for region, spans in write_segments(completion.command):
-            if region in self._regions:
-                blocks = self._regions[region]
-                numbers = np.unique(blocks.pieces(spans).block)
-                blocks.flux[numbers] += 1
-                blocks.forget(numbers)
-                touched.append((blocks, numbers))
+        touched = self._touched(completion)
+        for blocks, numbers in touched:
+            blocks.flux[numbers] += 1
+            blocks.forget(numbers)
         if touched:
             self._peers[completion] = touched
 
     def _peer_ended(self, completion: Completion) -> None:
-        for blocks, numbers in self._peers.pop(completion, ()):
+        begun = self._peers.pop(completion, None)
+        for blocks, numbers in begun or ():
             blocks.flux[numbers] -= 1
+        if begun is None:  # its device has queues of its own making, which tell nobody of arrivals
+            for blocks, numbers in self._touched(completion):
+                blocks.forget(numbers)
+
+    def _touched(self, completion: Completion) -> list[tuple[Blocks, Numbers]]:
+        """The blocks here that a command of another device writes; none for those that pass through."""
+        if self._info is None or completion.device == self._name:
+            return []
+        return [
+            (self._regions[region], np.unique(self._regions[region].pieces(spans).block))
+            for region, spans in write_segments(completion.command)
+            if region in self._regions
+        ]
 
 
 def _by_region(parts: list[_Part]) -> list[tuple[Blocks, Numbers, Pieces]]:

@@ -28,7 +28,7 @@ from tierloop.devices.regions import Segment
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.wrappers import Delayed, Latency, Recorded, read_recording, wrapped
-from tierloop.devices.wrappers.reading import Alloc, Array, Ended, Free, Function, ManySpans
+from tierloop.devices.wrappers.entries import Alloc, Array, Ended, Free, Function, ManySpans
 from tierloop.devices.wrappers.recording import MANY, info_digest
 
 

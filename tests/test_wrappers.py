@@ -16,7 +16,7 @@ from tests.test_docs import ROOT, run_blocks
 from tests.tiny import tiny_model, tiny_workload
 from tests.wrapping import Layer, all_four, ended, every_command, failed, filled, reference, site
 from tierloop.devices.clocks import WallClock
-from tierloop.devices.commands import Copy, Launch, Read, Write
+from tierloop.devices.commands import Command, Copy, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import LEVELS, run
 from tierloop.devices.conformance.gate import Gate
@@ -153,7 +153,10 @@ def test_delay_and_share_add_up_whichever_is_outside(outside: bool) -> None:
     ]
     device = reference(on, layers if outside else layers[::-1])
     region = device.alloc(1000)
-    commands = [Write(region.all(), np.ones(1000, dtype=np.uint8)), Read(region.all(), np.empty(1000, dtype=np.uint8))]
+    commands: list[Command] = [
+        Write(region.all(), np.ones(1000, dtype=np.uint8)),
+        Read(region.all(), np.empty(1000, dtype=np.uint8)),
+    ]
     times = []
     for command in (*commands, *commands):
         estimate = device.estimate(command).duration_ns

@@ -9,6 +9,7 @@
     [devices.gpu]
     driver = "emulated"           # an entry point of the group tierloop.devices
     reaches.dram = ["pcie"]       # its executors reach the memory of `dram` over these links
+    wrap = [{ kind = "throttled", bytes_per_s = 1e9 }]   # wrappers around it, innermost first (docs/wrappers.md)
     profile = "h100-sxm"          # this and all other keys are options of the driver
 
     [links.pcie]
@@ -44,6 +45,7 @@ from typing import Any, Literal
 
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.tables import Table, read_toml
+from tierloop.devices.wrappers.layers import Layer, read_layer
 
 RATES = (1_000, 10**15)
 """Allowed rates in bytes/s: 1 kB/s to 1 PB/s."""
@@ -77,12 +79,13 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device as the file has it: `reaches` maps the names of devices with memory to routes."""
+    """A device as the file has it: `reaches` maps names of devices with memory to routes, `wrap` is innermost first."""
 
     name: str
     driver: str
     options: dict[str, Any] = field(default_factory=dict)
     reaches: dict[str, tuple[Hop, ...]] = field(default_factory=dict)
+    wrap: tuple[Layer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -259,8 +262,9 @@ def _device(name: str, table: Table, links: dict[str, LinkSpec], devices: Mappin
     driver = table.text("driver")
     reach = table.table("reaches")
     reaches = {target: _route(name, target, reach, links, devices) for target in reach.values}
-    options = {key: copy.deepcopy(v) for key, v in table.values.items() if key not in ("driver", "reaches")}
-    return DeviceEntry(name, driver, options, reaches)
+    wrap = tuple(read_layer(row) for row in table.rows("wrap"))
+    options = {key: copy.deepcopy(v) for key, v in table.values.items() if key not in ("driver", "reaches", "wrap")}
+    return DeviceEntry(name, driver, options, reaches, wrap)
 
 
 def _load(name: str, table: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any]) -> LoadSpec:

@@ -60,6 +60,8 @@ class QueueSet:
                 completion._waiting += 1
                 earlier._followers.append(partial(self._released, completion))
         line.append(completion)
+        for observe in self._site.arrivals:
+            observe(completion)
         if len(line) == 1 and completion._waiting == 0:
             self._begin(completion)
         return completion

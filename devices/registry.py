@@ -10,6 +10,8 @@ emulated devices is given `folder` as well, where relative paths begin. What mus
   what to install.
 - An emulated device carries `emu:` in its name and a real one never does. A factory that makes emulated devices has
   the attribute `emulated = True`, by which the registry adds the prefix before anything is opened.
+- Wrappers that the file puts around a device are part of its making: nothing else ever holds the device inside. Each
+  stands in the notes.
 - On the wall clock, emulated devices run at a dilation that this host can honour (host_speed.py), and with a real
   device at none. On the virtual clock there is no dilation and there are no real devices.
 """
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +43,7 @@ from tierloop.devices.platform_file import (
     read_platform,
 )
 from tierloop.devices.site import Site
+from tierloop.devices.wrappers.around import wrapped
 
 GROUPS = {"devices": "tierloop.devices", "platforms": "tierloop.platforms", "policies": "tierloop.policies"}
 _SINGULAR = {"devices": "driver", "platforms": "platform package", "policies": "policy"}
@@ -181,9 +184,10 @@ def _open(
     with ExitStack() as undo:
         devices: dict[str, Device] = {}
         for name, device_entry in file.devices.items():
-            device = _make(file, device_entry, factories[name], names, site)
+            device = _wrapped(file, device_entry, factories[name], names, site)
             undo.callback(device.close)
             devices[names[name]] = device
+            notes += [f"{names[name]}: {layer}" for layer in device_entry.wrap]
         for load in file.loads.values():
             if load.bytes_per_s and load.name not in site.loads:
                 raise ConfigurationError(
@@ -230,6 +234,15 @@ def _make(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict
     if _is_emulated(factory):
         options["folder"] = str(file.folder)
     made: Device = _blamed(file, device.name, lambda: factory(names[device.name], site, options))
+    return made
+
+
+def _wrapped(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict[str, str], site: Site) -> Device:
+    """The device with the wrappers that the file puts around it."""
+    layers = [partial(layer.around, file.folder) for layer in device.wrap]
+    made: Device = _blamed(
+        file, device.name, lambda: wrapped(site, lambda inside: _make(file, device, factory, names, inside), layers)
+    )
     return made
 
 

@@ -97,7 +97,9 @@ class EmulatedDevice:
         self._site = site
         self._promises: Promises | None = None
         if not site.clock.virtual:
-            self._promises = site.shared.setdefault("promises", Promises(site))
+            if "promises" not in site.shared:
+                site.shared["promises"] = Promises(site.outside or site)
+            self._promises = site.shared["promises"]
         self._store: Store | None = None
         self._loads: list[Load] = []
         self.firmware: Firmware | None = None

@@ -70,7 +70,7 @@ class Device(Protocol):
         """
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
-        """What the command would cost now if nothing else arrived."""
+        """What the command would cost now if nothing else arrived. Raises what `submit` raises, but for Busy."""
 
     def poll(self) -> None:
         """Collect what the hardware has finished; may be called at any time, never blocks, waits for nothing.

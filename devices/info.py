@@ -93,7 +93,8 @@ class DeviceInfo:
     """Everything that schedulers and reports may know about a device.
 
     `dilation` is σ: rates are divided and latencies multiplied by it. `guesses` lists constants that are unknown or
-    assumed; a result that rests on one is `extrapolated`.
+    assumed; a result that rests on one is `extrapolated`. `slowed` says what holds commands back that the device itself
+    would have ended sooner: numbers of a real device are then not `measured`.
     """
 
     name: str
@@ -106,6 +107,7 @@ class DeviceInfo:
     bus_address: str | None = None
     dilation: int = 1
     guesses: tuple[str, ...] = ()
+    slowed: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def executor_of(self, queue: int) -> ExecutorInfo | None:

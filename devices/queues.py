@@ -63,6 +63,8 @@ class QueueSet:
                 earlier._followers.append(partial(self._released, completion))
         completion._waiting = waiting
         line.append(completion)
+        for observe in self._site.arrivals:
+            observe(completion)
         if not ahead and not waiting:
             self._begin(completion)
         return completion

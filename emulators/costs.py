@@ -32,6 +32,7 @@ from tierloop.devices.regions import Segment
 from tierloop.emulators.fabric import Demand, Fabric, Job, Leg
 from tierloop.emulators.profile import ExecutorProfile, lines_of
 from tierloop.emulators.reach import Engine, Reach
+from tierloop.emulators.spread import Part, SetReach, deal
 from tierloop.emulators.timing import FAR, NS, WINDOW, Mix, Route
 from tierloop.firmware_models.media import NOTHING, Ranges
 
@@ -77,8 +78,13 @@ class Costs:
             if medium is None and memory.startswith("emu:"):
                 raise ConfigurationError(f"executor {profile.name} reaches {memory}, which is not open on this site")
             self._reach[memory] = Reach(memory, medium, fabric, hops, weight)
+        self._sets = {
+            name: SetReach(members, [self._reach[member] for member in members.members])
+            for name, members in fabric.sets.items()
+            if self._reach.keys() >= set(members.members)
+        }
         self._host = fabric.topology.host
-        if {"read", "write"} & profile.verbs and self._host and self._host not in self._reach:
+        if {"read", "write"} & profile.verbs and self._host and not {self._host} & (self._reach.keys() | self._sets):
             raise ConfigurationError(
                 f"executor {profile.name} reads and writes host buffers, so it has to reach the host memory "
                 f"{self._host}; it reaches {sorted(self._reach)}"
@@ -100,7 +106,7 @@ class Costs:
                 max(round(self._profile.mlp_lines[0][1] / WINDOW), 1) if self._profile.mlp_lines else 1,
                 self._profile.coherence,
             )
-            for memory, reach in self._reach.items()
+            for memory, reach in (self._reach | self._sets).items()
         )
 
     def of(self, command: Command, traffic: Traffic, commit: bool) -> Job:
@@ -123,10 +129,16 @@ class Costs:
             return self._launch(command, traffic, commit)
         else:
             assert isinstance(command, Flush)
-            job = Job([], self._overhead_ns + self._reach[command.target.region.memory].latency_ns)
+            memory = command.target.region.memory
+            job = Job([], self._overhead_ns + (self._reach.get(memory) or self._sets[memory]).latency_ns)
             job.idle = True
             return job
-        route, latency_ns, on_firmware = self._transfers.get(key) or self._transfer(*key)
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if key[0] in self._sets or key[1] in self._sets:
+                return self._spread(key, source, target, nbytes, commit)
+            transfer = self._transfer(*key)
+        route, latency_ns, on_firmware = transfer
         job = Job([(route, nbytes, self._most, latency_ns)] if nbytes else [], self._overhead_ns)
         if self._span_ns:
             job.fixed_ns += self._span_ns * len(spans)
@@ -197,6 +209,9 @@ class Costs:
                 demands.append((reach.read_route, nbytes, FAR, reach.latency_ns))
         for memory in traffic.read | traffic.written:
             if dense and memory == self._own:
+                continue
+            if memory in self._sets:
+                self._spread_kernel(demands, command, memory, commit)
                 continue
             reach = self._reach[memory]
             read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
@@ -278,6 +293,70 @@ class Costs:
         parts = [spans.array + media[region.memory].store.origin(region) for region, spans in segments]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def _spread(self, key: Way, source: Segment | None, target: Segment | None, nbytes: int, commit: bool) -> Job:
+        """The cost of a transfer from or to an interleave set: a flow for every member that holds some of it.
+
+        Between two sets what is read and what is written are flows of their own.
+        """
+        ends = ((key[0], source, False), (key[1], target, True))
+        side = source if source is not None else target
+        assert side is not None
+        job = Job([], self._overhead_ns + self._span_ns * len(side.spans))
+        if self._issue is not None:
+            job.demands.append((self._issue, self._profile.issue_ns, FAR, 0))
+        if not nbytes:
+            return job
+        small = [
+            memory
+            for memory, end, _ in ends
+            if self._profile.mlp_lines and end is not None and _is_random(nbytes, len(end.spans))
+        ]
+        parts: list[Part] = []
+        both = key[0] in self._sets and key[1] in self._sets
+        for memory, end, is_write in ends:
+            if memory not in self._sets:
+                continue
+            other = "" if both else key[not is_write]
+            waits = [self._reach[other]] if other and other in small else []
+            for reach, count in self._sets[memory].spread([end] if end is not None else [], nbytes, commit):
+                if both and is_write:
+                    route, latency_ns = reach.write_route, reach.latency_ns
+                else:
+                    way = (other, reach.memory) if is_write else (reach.memory, other)
+                    route, latency_ns, _ = self._transfers.get(way) or self._transfer(*way)
+                parts.append((route, count, latency_ns, [reach, *waits] if memory in small else waits))
+        spans = max(len(end.spans) for _, end, _ in ends if end is not None)
+        window = self._window(nbytes, spans) if small else 0
+        job.demands += deal(parts, window, self._most, self._dependent)
+        for memory, end, is_write in ends:
+            if end is not None and memory not in self._sets:
+                self._transfer_media(job, end, is_write, parts[0][0], parts[0][2], commit)
+        return job
+
+    def _spread_kernel(self, demands: list[Demand], command: Launch, memory: str, commit: bool) -> None:
+        """Demands for what a kernel reads and writes on an interleave set, member by member."""
+        together: dict[Reach, int] = {}
+        for operands, is_write in ((command.reads, False), (command.writes, True)):
+            segments = [s for operand in operands for s in operand if s.region.memory == memory]
+            nbytes = sum([s.spans.nbytes for s in segments])
+            if not nbytes:
+                continue
+            spans = sum([len(s.spans) for s in segments])
+            window = 0
+            if type(command.args) is Chase and not is_write:
+                window = WINDOW * LINE_NBYTES
+            elif self._profile.mlp_lines and _is_random(nbytes, spans):
+                window = self._window(nbytes, spans)
+            parts: list[Part] = []
+            for reach, count in self._sets[memory].spread(segments, nbytes, commit):
+                if reach.one_flow and not window:
+                    together[reach] = together.get(reach, 0) + count
+                    continue
+                route = reach.write_route if is_write else reach.read_route
+                parts.append((route, count, reach.latency_ns, [reach] if window else []))
+            demands += deal(parts, window, FAR, self._dependent)
+        demands += [(reach.read_route, count, FAR, reach.latency_ns) for reach, count in together.items()]
+
     def _transfer(self, source: str, target: str) -> tuple[Route, int, bool]:
         """Route and latency of a transfer, and whether firmware runs a medium on it.
 
@@ -304,7 +383,9 @@ class Costs:
         self._transfers[source, target] = (route, latency_ns, on_firmware)
         return self._transfers[source, target]
 
-    def _ceiling(self, reach: Reach, write: bool) -> int:
+    def _ceiling(self, reach: Reach | SetReach, write: bool) -> int:
+        if isinstance(reach, SetReach):
+            return reach.ceiling(self._fabric.flows.capacity, write)
         demands = reach.write if write else reach.read
         rates = [self._fabric.flows.capacity[r] // units for r, units in demands]
         if reach.firmware is not None:

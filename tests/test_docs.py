@@ -90,6 +90,17 @@ def test_the_device_that_the_page_builds_passes_and_opens(
     assert "emu:scratchpad" in capsys.readouterr().out
 
 
+def test_the_examples_of_placement_run(installed: Callable[[Path], None], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "placement.md"
+    installed(page)
+    names = run_blocks(page)
+    assert names["took"]["emu:cards"] < names["took"]["emu:cxl1"]
+    assert names["fell"] == {"emu:cxl0": 4 << 20, "emu:cxl1": 4 << 20}  # written once and read once
+    assert names["moved"] > 0
+    assert len(names["copy"].completions) >= 2 * 2
+    assert capsys.readouterr().out.count("\n") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:

@@ -26,6 +26,7 @@ class Spans:
 
     __slots__ = ("_count", "_hash", "array", "end", "nbytes")
 
+    _count: int
     array: NDArray[np.int64]
     nbytes: int
     end: int

@@ -28,7 +28,7 @@ def serve(
     channel_bytes = np.zeros(channels, dtype=np.int64)
     bank_opens = np.zeros((channels, banks), dtype=np.int64)
     row_open = np.full(channels, np.int64(-1))
-    tiles = 0
+    tiles = all_rounds = 0
     for ranges in (reads, writes):
         for i in range(ranges.shape[0]):
             if ranges[i, 1] == 0:
@@ -41,9 +41,8 @@ def serve(
                 low = at >> stripe
                 rounds = ((end >> stripe) - low) // banks
                 if rounds > 0 and at == low << stripe:
+                    all_rounds += rounds
                     for channel in range(channels):
-                        channel_bytes[channel] += (rounds * banks << stripe) // channels
-                        bank_opens[channel] += rounds
                         bank_opens[channel, low & (banks - 1)] -= row_open[channel] == low
                         row_open[channel] = low + rounds * banks - 1
                     at = (low + rounds * banks) << stripe
@@ -60,4 +59,6 @@ def serve(
                 channel_bytes[first & (channels - 1)] -= at - (first << granule)
                 channel_bytes[last & (channels - 1)] -= ((last + 1) << granule) - stop
                 at = stop
-    return tiles, channel_bytes.max(), channel_bytes.sum(), bank_opens.max(), bank_opens.sum()
+    each = all_rounds * banks << stripe
+    most_bytes, opens = channel_bytes.max() + each // channels, bank_opens.sum() + all_rounds * channels * banks
+    return tiles, most_bytes, channel_bytes.sum() + each, bank_opens.max() + all_rounds, opens

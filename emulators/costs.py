@@ -290,7 +290,7 @@ class Costs:
         if not segments:
             return NOTHING
         media = self._fabric.media
-        parts = [spans.array + media[region.memory].store.origin(region) for region, spans in segments]
+        parts = [media[region.memory].store.ranges(region, spans) for region, spans in segments]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _spread(self, key: Way, source: Segment | None, target: Segment | None, nbytes: int, commit: bool) -> Job:

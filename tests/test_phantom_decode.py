@@ -9,6 +9,8 @@ import pytest
 from tierloop.devices.commands import verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.spans import Spans
+from tierloop.emulators.store import Store
 from tierloop.tools.phantom_decode import DecodeShape, open_phantom
 
 SMALL = DecodeShape(num_layers=2, batch=3, context=8192)
@@ -63,3 +65,18 @@ def test_heads_that_do_not_divide_by_the_devices_are_refused() -> None:
 def test_a_cache_that_the_devices_cannot_hold_is_refused() -> None:
     with pytest.raises(OutOfMemory, match="emu:pnm0"):
         open_phantom(DecodeShape(context=1 << 22))
+
+
+def test_spans_that_are_named_again_lie_where_their_region_lies() -> None:
+    store = Store("emu:m", 1 << 20, 1, addressed=True)
+    first, second = store.alloc(4096, phantom=True), store.alloc(4096, phantom=True)
+    spans, others = Spans([(0, 64), (100, 3)]), [Spans.one(i, 1) for i in range(20)]
+    for region, address in ((first, 0), (second, 4096), (first, 0), (second, 4096)):
+        assert store.ranges(region, spans).tolist() == [[address, 64], [address + 100, 3]]
+        for number, other in enumerate(others):
+            assert store.ranges(region, other).tolist() == [[address + number, 1]]
+    store.free(first)
+    again = store.alloc(8192, phantom=True)
+    assert store.ranges(again, spans).tolist()[0] == [store.address(again), 64]
+    with pytest.raises(KeyError):
+        store.ranges(first, spans)

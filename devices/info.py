@@ -65,6 +65,11 @@ class ExecutorInfo:
         return self._by_memory.get(memory)
 
     @cached_property
+    def reached(self) -> frozenset[str]:
+        """The memories that have a path."""
+        return frozenset(self._by_memory)
+
+    @cached_property
     def _by_memory(self) -> dict[str, Path]:
         return {path.memory: path for path in reversed(self.paths)}  # every submit asks; the first of a name counts
 

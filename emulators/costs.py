@@ -289,14 +289,8 @@ class Costs:
     def _ranges(self, segments: Sequence[Segment]) -> Ranges:
         if not segments:
             return NOTHING
-        parts = []
-        for region, spans in segments:
-            address = self._fabric.media[region.memory].store.address(region)
-            part = spans.array
-            if address:
-                part = part.copy()
-                part[:, 0] += address
-            parts.append(part)
+        media = self._fabric.media
+        parts = [media[region.memory].store.ranges(region, spans) for region, spans in segments]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _spread(self, key: Way, source: Segment | None, target: Segment | None, nbytes: int, commit: bool) -> Job:

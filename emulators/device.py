@@ -109,7 +109,7 @@ class EmulatedDevice:
         self._costs: list[Costs] = []
         self._occupies_core = [e.kind == "cores" for e in profile.executors for _ in range(e.queues)]
         self._grids: dict[str, int] = {}
-        self._strict = isinstance(self.firmware, PnmModel)
+        self._strict = isinstance(self.firmware, PnmModel) and self.firmware.geometry.sram_nbytes > 0
         self._jobs: dict[Completion, Job] = {}
         self._closed = False
         depth = max((e.depth for e in profile.executors), default=1)

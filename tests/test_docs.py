@@ -130,7 +130,17 @@ def test_every_command_and_option_is_documented() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     commands = json.loads(done.stdout)
-    assert set(commands) == {"doctor", "list", "run", "compare", "demo", "bench", "bench attention", "conformance"}
+    assert set(commands) == {
+        "doctor",
+        "list",
+        "run",
+        "compare",
+        "demo",
+        "bench",
+        "bench attention",
+        "bench emulation",
+        "conformance",
+    }
     for command, options in commands.items():
         assert f"## `tierloop {command}`" in page
         for option in options:

@@ -37,6 +37,7 @@ from tierloop.devices.errors import (
 )
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
+from tierloop.tools.bench_emulation import emulation
 from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
@@ -68,6 +69,7 @@ for command, name in (
 benches = typer.Typer(invoke_without_command=True)
 benches.callback()(bench)
 benches.command("attention")(attention)
+benches.command("emulation")(emulation)
 app.add_typer(benches, name="bench")
 
 

@@ -70,12 +70,12 @@ class VirtualClock:
         self.run_until(lambda: False, t_ns)
 
     def run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
-        heap = self._heap
+        heap, pop = self._heap, heapq.heappop
         while not done():
             if not heap or heap[0][0] > deadline_ns:
                 self._now = max(self._now, deadline_ns)
                 return False
-            self._now, _, call, args = heapq.heappop(heap)
+            self._now, _, call, args = pop(heap)
             self.events += 1
             call(*args)
         return True

@@ -37,6 +37,7 @@ class Completion:
         "ended_ns",
         "error",
         "flops",
+        "held",
         "media_nbytes",
         "order",
         "overrun_ns",
@@ -74,6 +75,8 @@ class Completion:
         self.error: DeviceError | None = None
         self.order: Any = None
         """The hazard checker's own mark; None where no checker is on."""
+        self.held: Any = None
+        """What the wrapper that took the command knows of it (wrappers/around.py); None where a device took it."""
 
     def result(self) -> Completion:
         """The completion itself once it is done; raises its error, or RuntimeError if it is not done yet.

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import (
+    VERBS,
     Command,
     Copy,
     Launch,
@@ -69,7 +70,7 @@ class Device(Protocol):
         """
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
-        """What the command would cost now if nothing else arrived."""
+        """What the command would cost now if nothing else arrived. Raises what `submit` raises, but for Busy."""
 
     def poll(self) -> None:
         """Collect what the hardware has finished; may be called at any time, never blocks, waits for nothing.
@@ -91,7 +92,7 @@ def check(info: DeviceInfo, command: Command, queue: int, live: Container[Region
     """
     executor = info.executor_of(queue)
     launch = isinstance(command, Launch)
-    op = verb(command)
+    op = command.args.kernel if launch else VERBS[type(command)]  # type: ignore[union-attr]  # `launch` says so
     if executor is None:
         queues = sorted(q for e in info.executors for q in e.queues)
         raise OutOfRange(info.name, op, f"queue {queue} does not exist; queues: {queues}")
@@ -156,13 +157,11 @@ def _check_segment(
     memory, nbytes = region.memory, spans.nbytes
     if memory in count:
         count[memory] += nbytes
-    elif executor.path(memory) is not None:
+    elif memory in executor.reached:
         count[memory] = nbytes
     else:
         raise _Wrong(segment)
-    if region.freed or spans.end > region.nbytes:
-        raise _Wrong(segment)
-    if live is not None and region not in live and region.view is None:
+    if region.freed or spans.end > region.nbytes or (live is not None and region not in live and region.view is None):
         raise _Wrong(segment)
     if region.phantom:
         traffic.phantom = True

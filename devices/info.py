@@ -65,6 +65,11 @@ class ExecutorInfo:
         return self._by_memory.get(memory)
 
     @cached_property
+    def reached(self) -> frozenset[str]:
+        """The memories that have a path."""
+        return frozenset(self._by_memory)
+
+    @cached_property
     def _by_memory(self) -> dict[str, Path]:
         return {path.memory: path for path in reversed(self.paths)}  # every submit asks; the first of a name counts
 
@@ -88,7 +93,8 @@ class DeviceInfo:
     """Everything that schedulers and reports may know about a device.
 
     `dilation` is σ: rates are divided and latencies multiplied by it. `guesses` lists constants that are unknown or
-    assumed; a result that rests on one is `extrapolated`.
+    assumed; a result that rests on one is `extrapolated`. `slowed` says what holds commands back that the device itself
+    would have ended sooner: numbers of a real device are then not `measured`.
     """
 
     name: str
@@ -101,6 +107,7 @@ class DeviceInfo:
     bus_address: str | None = None
     dilation: int = 1
     guesses: tuple[str, ...] = ()
+    slowed: tuple[str, ...] = ()
     notes: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def executor_of(self, queue: int) -> ExecutorInfo | None:

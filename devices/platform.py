@@ -51,9 +51,13 @@ class Platform:
 
     @property
     def provenance(self) -> RunProvenance:
-        """How numbers of this platform came about: measured, emulated, simulated or extrapolated."""
-        if all(d.info.provenance == "real" for d in self.devices.values()):
-            return "measured"
+        """How numbers of this platform came about: measured, emulated, simulated or extrapolated.
+
+        A real device that a wrapper slows down is measured no longer: its time is that of an emulation.
+        """
+        infos = [d.info for d in self.devices.values()]
+        if all(info.provenance == "real" for info in infos):
+            return "emulated" if any(info.slowed for info in infos) else "measured"
         if self.guesses:
             return "extrapolated"
         return "simulated" if self.clock.virtual else "emulated"

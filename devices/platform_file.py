@@ -9,6 +9,7 @@
     [devices.gpu]
     driver = "emulated"           # an entry point of the group tierloop.devices
     reaches.dram = ["pcie"]       # its executors reach the memory of `dram` over these links
+    wrap = [{ kind = "throttled", bytes_per_s = 1e9 }]   # wrappers around it, innermost first (docs/wrappers.md)
     profile = "h100-sxm"          # this and all other keys are options of the driver
 
     [links.pcie]
@@ -17,6 +18,15 @@
     latency_ns = 500
     duplex = "full"               # or "half": both directions share the wire
     source = "…"                  # where the numbers come from
+
+    [loads.others]                # traffic of other hosts, which this platform only feels (emulators/loads.py)
+    memory = "pool"               # an emulated device with a memory
+    over = ["switch"]             # links that it crosses, the last one ending at the memory (default: none of ours)
+    bytes_per_s = 8e9             # on average, reads and writes together; 0 is no load
+    read_fraction = 0.75          # the share of bursts that read (default: 1)
+    burst_nbytes = 65536          # bytes per burst (the default), at least 100 ns apart
+    arrivals = "poisson"          # of bursts (the default); or "regular", or "on-off"
+    seed = 0                      # of its own random numbers (default: 0)
 
 Tables of the including file win, key by key, over those of the included one; a `[devices.NAME]` with a `driver` key
 replaces that device as a whole, since options belong to a driver. `overrides` (dotted keys) win over both and can only
@@ -35,12 +45,17 @@ from typing import Any, Literal
 
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.tables import Table, read_toml
+from tierloop.devices.wrappers.layers import Layer, read_layer
 
 RATES = (1_000, 10**15)
 """Allowed rates in bytes/s: 1 kB/s to 1 PB/s."""
 LATENCIES = (0, 10**9)
 """Allowed latencies in ns: up to 1 s."""
 DILATIONS = (1, 1_000_000)
+_BURSTS = (64, 1 << 30)
+_SHORTEST_NS = 100
+"""Bursts of a load come no closer on average: each is an event of the platform's clock."""
+_ARRIVALS = ("poisson", "regular", "on-off")
 
 Hop = tuple[str, Literal["forward", "back"]]
 """A link and the direction in which it is travelled when going from the executor to the memory."""
@@ -64,12 +79,30 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device as the file has it: `reaches` maps the names of devices with memory to routes."""
+    """A device as the file has it: `reaches` maps names of devices with memory to routes, `wrap` is innermost first."""
 
     name: str
     driver: str
     options: dict[str, Any] = field(default_factory=dict)
     reaches: dict[str, tuple[Hop, ...]] = field(default_factory=dict)
+    wrap: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoadSpec:
+    """Background traffic on a memory: `bytes_per_s` on average in bursts, of which `reads_per_1000` read.
+
+    `over` goes from where the traffic comes from to the memory. In a `Topology` the memory has its full name.
+    """
+
+    name: str
+    memory: str
+    over: tuple[Hop, ...]
+    bytes_per_s: int
+    reads_per_1000: int
+    burst_nbytes: int
+    arrivals: Literal["poisson", "regular", "on-off"]
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -77,12 +110,13 @@ class Topology:
     """What the devices of one site have in common; the registry puts it into `site.shared["topology"]`.
 
     `host` is the full name of the memory that host buffers live in. Times of emulated devices are `dilation` times as
-    long as profiles and links say.
+    long as profiles and links say. `loads` is what other hosts do to the site's memories.
     """
 
     links: dict[str, LinkSpec] = field(default_factory=dict)
     host: str = ""
     dilation: int = 1
+    loads: tuple[LoadSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +133,7 @@ class PlatformFile:
     links: dict[str, LinkSpec]
     changed: tuple[str, ...] = ()
     """Overrides that were given, as text."""
+    loads: dict[str, LoadSpec] = field(default_factory=dict)
 
 
 Find = Callable[[str], Path]
@@ -185,6 +220,7 @@ def _checked(table: Table, path: Path, changed: tuple[str, ...]) -> PlatformFile
         raise table.error("devices", "a platform needs at least one [devices.NAME]")
     links = {name: _link(name, link, entries) for name, link in table.tables("links").items()}
     devices = {name: _device(name, device, links, entries) for name, device in entries.items()}
+    loads = {name: _load(name, load, links, devices) for name, load in table.tables("loads").items()}
     host = table.text("host")
     if host not in devices:
         raise table.error("host", f"no device {host!r}; {nearest(host, list(devices))}")
@@ -199,6 +235,7 @@ def _checked(table: Table, path: Path, changed: tuple[str, ...]) -> PlatformFile
         devices,
         links,
         changed,
+        loads,
     )
 
 
@@ -225,8 +262,46 @@ def _device(name: str, table: Table, links: dict[str, LinkSpec], devices: Mappin
     driver = table.text("driver")
     reach = table.table("reaches")
     reaches = {target: _route(name, target, reach, links, devices) for target in reach.values}
-    options = {key: copy.deepcopy(v) for key, v in table.values.items() if key not in ("driver", "reaches")}
-    return DeviceEntry(name, driver, options, reaches)
+    wrap = tuple(read_layer(row) for row in table.rows("wrap"))
+    options = {key: copy.deepcopy(v) for key, v in table.values.items() if key not in ("driver", "reaches", "wrap")}
+    return DeviceEntry(name, driver, options, reaches, wrap)
+
+
+def _load(name: str, table: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any]) -> LoadSpec:
+    memory = table.text("memory")
+    if memory not in devices:
+        raise table.error("memory", f"no device {memory!r}; {nearest(memory, list(devices))}")
+    rate = table.integer("bytes_per_s", 0, RATES[1])
+    burst_nbytes = table.integer("burst_nbytes", *_BURSTS, default=1 << 16)
+    if rate * _SHORTEST_NS > burst_nbytes * 10**9:
+        least = -(-rate * _SHORTEST_NS // 10**9)
+        raise table.error("burst_nbytes", f"{burst_nbytes} given; allowed at {rate} bytes/s: {least} or more")
+    fraction = table.get("read_fraction", 1)
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise table.error("read_fraction", f"{fraction!r} given; allowed: 0 to 1")
+    arrivals = table.text("arrivals", _ARRIVALS, default="poisson")
+    seed = table.integer("seed", 0, (1 << 63) - 1, default=0)
+    hops: list[Hop] = []
+    at = memory
+    for link in reversed(table.names("over", ())):
+        if link not in links:
+            raise table.error("over", f"no link {link!r}; {nearest(link, list(links))}")
+        ends = links[link].ends
+        if at not in ends:
+            raise table.error("over", f"link {link} joins {ends[0]} and {ends[1]}, and does not lead to {at}")
+        hops.insert(0, (link, "forward" if at == ends[1] else "back"))
+        at = ends[0] if at == ends[1] else ends[1]
+    table.finish()
+    return LoadSpec(
+        name,
+        memory,
+        tuple(hops),
+        rate,
+        round(fraction * 1000),
+        burst_nbytes,
+        arrivals,  # type: ignore[arg-type]  # checked
+        seed,
+    )
 
 
 def _route(

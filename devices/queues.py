@@ -50,17 +50,22 @@ class QueueSet:
         if not 0 <= queue < len(self._queues):
             raise OutOfRange(self._device, verb(command), f"queue {queue}: there are {len(self._queues)}, from 0")
         line = self._queues[queue]
-        if len(line) >= self._depth:
+        ahead = len(line)
+        if ahead >= self._depth:
             raise Busy(self._device, verb(command), f"queue {queue} holds {self._depth} commands already")
         completion = Completion(self, self._device, command, queue, self._clock.now(), traffic, tuple(after))
         if self._site.checker is not None:
             self._site.checker.submitted(completion)
+        waiting = 0
         for earlier in completion.after:
             if not earlier.done:
-                completion._waiting += 1
+                waiting += 1
                 earlier._followers.append(partial(self._released, completion))
+        completion._waiting = waiting
         line.append(completion)
-        if len(line) == 1 and completion._waiting == 0:
+        for observe in self._site.arrivals:
+            observe(completion)
+        if not ahead and not waiting:
             self._begin(completion)
         return completion
 
@@ -77,9 +82,10 @@ class QueueSet:
         if error is not None:
             self._unread[completion] = error
         self._end(completion, error)
-        if line:
-            self._site.followers.append((self._next, completion))
-        if self._site.followers:
+        site = self._site
+        if line and not line[0]._waiting:
+            site.followers.append((self._next, completion))
+        if site.followers and not site.settling:
             self._settle()
 
     def looked(self, completion: Completion) -> None:
@@ -115,17 +121,20 @@ class QueueSet:
             raise unread[0]
 
     def _end(self, completion: Completion, error: DeviceError | None) -> None:
-        completion.ended_ns = self._clock.now()
+        completion.ended_ns = now = self._clock.now()
         if completion.started_ns < 0:
-            completion.started_ns = completion.ended_ns
+            completion.started_ns = now
         completion.error = error
         completion.done = True
-        for observe in self._site.observers:
+        site = self._site
+        for observe in site.observers:
             observe(completion)
         completion.after = ()
-        if completion._followers:
-            self._site.followers.extend((call, completion) for call in completion._followers)
-            completion._followers.clear()
+        calls = completion._followers
+        if calls:
+            for call in calls:
+                site.followers.append((call, completion))
+            calls.clear()
 
     def _settle(self) -> None:
         """Tell whoever waits for what has ended, unless a call further out is at it; raises the first of its errors."""

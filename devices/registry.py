@@ -10,6 +10,8 @@ emulated devices is given `folder` as well, where relative paths begin. What mus
   what to install.
 - An emulated device carries `emu:` in its name and a real one never does. A factory that makes emulated devices has
   the attribute `emulated = True`, by which the registry adds the prefix before anything is opened.
+- Wrappers that the file puts around a device are part of its making: nothing else ever holds the device inside. Each
+  stands in the notes.
 - On the wall clock, emulated devices run at a dilation that this host can honour (host_speed.py), and with a real
   device at none. On the virtual clock there is no dilation and there are no real devices.
 """
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +34,16 @@ from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.hazards import HazardChecker
 from tierloop.devices.host_speed import automatic_dilation, demands, host_speed, smallest_dilation
 from tierloop.devices.platform import Platform
-from tierloop.devices.platform_file import DILATIONS, DeviceEntry, LinkSpec, PlatformFile, Topology, read_platform
+from tierloop.devices.platform_file import (
+    DILATIONS,
+    DeviceEntry,
+    LoadSpec,
+    PlatformFile,
+    Topology,
+    read_platform,
+)
 from tierloop.devices.site import Site
+from tierloop.devices.wrappers.around import wrapped
 
 GROUPS = {"devices": "tierloop.devices", "platforms": "tierloop.platforms", "policies": "tierloop.policies"}
 _SINGULAR = {"devices": "driver", "platforms": "platform package", "policies": "policy"}
@@ -154,6 +164,7 @@ def open_platform(
         checker=HazardChecker() if check_hazards else None,
     )
     notes = [f"changed: {change}" for change in file.changed]
+    notes += [f"load {load.name}: {load.bytes_per_s} bytes/s on {load.memory}" for load in file.loads.values()]
     if kind != file.clock:
         notes.append(f"clock: {kind} instead of {file.clock}")
     if sigma > 1:
@@ -167,15 +178,22 @@ def open_platform(
 def _open(
     file: PlatformFile, site: Site, sigma: int, factories: dict[str, Factory], names: dict[str, str], notes: list[str]
 ) -> Platform:
-    site.shared["topology"] = Topology(file.links, names.get(file.host, ""), sigma)
+    site.shared["topology"] = Topology(file.links, names.get(file.host, ""), sigma, _loads(file, names))
     if not site.clock.virtual and any(name.startswith("emu:") for name in names.values()):
         site.shared["host_bytes_per_s"] = 2 * host_speed().copy_bytes_per_s  # a byte copied is read and written
     with ExitStack() as undo:
         devices: dict[str, Device] = {}
         for name, device_entry in file.devices.items():
-            device = _make(file, device_entry, factories[name], names, site)
+            device = _wrapped(file, device_entry, factories[name], names, site)
             undo.callback(device.close)
             devices[names[name]] = device
+            notes += [f"{names[name]}: {layer}" for layer in device_entry.wrap]
+        for load in file.loads.values():
+            if load.bytes_per_s and load.name not in site.loads:
+                raise ConfigurationError(
+                    f"{file.folder / file.name}.toml: loads.{load.name}: memory: {load.memory} has no memory of its "
+                    "own that a load can be put on"
+                )
         memories = set()
         for name in sorted(names, key=lambda name: name != file.host):  # the host's memory first: others need it
             info = _blamed(file, name, lambda full=names[name]: devices[full].info)  # type: ignore[misc]  # late binding
@@ -198,6 +216,17 @@ def _open(
     return platform
 
 
+def _loads(file: PlatformFile, names: dict[str, str]) -> tuple[LoadSpec, ...]:
+    """The loads by the full names of their memories. Raises ConfigurationError for a real one."""
+    for name, load in file.loads.items():
+        if not names[load.memory].startswith("emu:"):
+            raise ConfigurationError(
+                f"{file.folder / file.name}.toml: loads.{name}: memory: {load.memory} is real, and no load "
+                "can be put on a real memory"
+            )
+    return tuple(replace(load, memory=names[load.memory]) for load in file.loads.values())
+
+
 def _make(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict[str, str], site: Site) -> Device:
     options = dict(device.options)
     if device.reaches:
@@ -205,6 +234,15 @@ def _make(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict
     if _is_emulated(factory):
         options["folder"] = str(file.folder)
     made: Device = _blamed(file, device.name, lambda: factory(names[device.name], site, options))
+    return made
+
+
+def _wrapped(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict[str, str], site: Site) -> Device:
+    """The device with the wrappers that the file puts around it."""
+    layers = [partial(layer.around, file.folder) for layer in device.wrap]
+    made: Device = _blamed(
+        file, device.name, lambda: wrapped(site, lambda inside: _make(file, device, factory, names, inside), layers)
+    )
     return made
 
 
@@ -243,11 +281,12 @@ def _only(file: PlatformFile, only: Collection[str]) -> PlatformFile:
         for name, device in file.devices.items()
         if name in only
     }
-    used: dict[str, LinkSpec] = {
-        hop[0]: file.links[hop[0]] for device in devices.values() for route in device.reaches.values() for hop in route
-    }
+    loads = {name: load for name, load in file.loads.items() if load.memory in only}
+    routes = [route for device in devices.values() for route in device.reaches.values()]
+    routes += [load.over for load in loads.values()]
+    used = {hop[0] for route in routes for hop in route}
     links = {name: link for name, link in file.links.items() if name in used}
-    return replace(file, devices=devices, links=links)
+    return replace(file, devices=devices, links=links, loads=loads)
 
 
 # -- dilation -----------------------------------------------------------------------------------------------------

@@ -25,6 +25,20 @@ class LinkMeter(Protocol):
     busy_ns: int
 
 
+class LoadMeter(Protocol):
+    """What the traffic of other hosts has moved on one memory, whole bursts only: in no device's account.
+
+    `offered_nbytes` is what it would have moved on a memory that is fast enough.
+    """
+
+    name: str
+    memory: str
+    bytes_read: int
+    bytes_written: int
+    busy_ns: int
+    offered_nbytes: int
+
+
 class Occupancy(NamedTuple):
     """A stretch of time in which a link carried one command's bytes; times in ns, `direction` forward or back."""
 
@@ -46,9 +60,12 @@ class Site:
 
     clock: Clock = field(default_factory=VirtualClock)
     observers: list[Callable[[Completion], None]] = field(default_factory=list)
+    arrivals: list[Callable[[Completion], None]] = field(default_factory=list)
+    """Called with every completion when its command has been queued."""
     link_observers: list[Callable[[Occupancy], None]] = field(default_factory=list)
     checker: HazardChecker | None = None
     links: dict[str, LinkMeter] = field(default_factory=dict)
+    loads: dict[str, LoadMeter] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     invalid: list[str] = field(default_factory=list)
     lateness: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -59,6 +76,8 @@ class Site:
     """Called when a new account begins: what was promised is judged from then on."""
     followers: deque[tuple[Callable[[Completion], None], Completion]] = field(default_factory=deque, repr=False)
     settling: bool = field(default=False, repr=False)
+    outside: Site | None = field(default=None, repr=False)
+    """For the site of a device that stands inside a wrapper: the platform's."""
 
     def late_ns(self, share: float) -> int:
         """What that share of all commands on emulated queues was at most late by, rounded up to a power of two."""
@@ -69,3 +88,23 @@ class Site:
             if seen >= wanted:
                 return 1 << bucket
         return 0
+
+    def inside(self) -> Site:
+        """The site on which to open a device that a wrapper will stand around.
+
+        Clock, links, what devices share and what makes a run invalid are those of this site, but nobody watches its
+        completions and no checker sees them: the wrapper has completions of its own for the same commands.
+        """
+        if self.outside is not None:
+            return self
+        return Site(
+            clock=self.clock,
+            link_observers=self.link_observers,
+            links=self.links,
+            loads=self.loads,
+            shared=self.shared,
+            invalid=self.invalid,
+            lateness=self.lateness,
+            restarts=self.restarts,
+            outside=self,
+        )

@@ -19,15 +19,17 @@ _LIMIT = 1 << 62
 class Spans:
     """An immutable list of (offset, nbytes) pairs, in bytes.
 
-    `array` is read-only int64 of shape (n, 2), `nbytes` the sum of the sizes. Raises ValueError for another shape, for
-    numbers that are negative or not integers, and where an end or the sum reaches 2**62, so that none can overflow.
+    `array` is read-only int64 of shape (n, 2), `nbytes` the sum of the sizes, `end` the first byte that no span
+    reaches: the smallest region that would hold them all. Raises ValueError for another shape, for numbers that are
+    negative or not integers, and where an end or the sum reaches 2**62, so that none can overflow.
     """
 
-    __slots__ = ("_end", "_hash", "array", "nbytes")
+    __slots__ = ("_count", "_hash", "array", "end", "nbytes")
 
+    _count: int
     array: NDArray[np.int64]
     nbytes: int
-    _end: int
+    end: int
 
     def __init__(self, pairs: NDArray[np.int64] | Iterable[tuple[int, int]]) -> None:
         given = pairs if isinstance(pairs, np.ndarray) else np.array(list(pairs) or np.empty((0, 2), dtype=np.int64))
@@ -54,7 +56,8 @@ class Spans:
         array.setflags(write=False)
         self.array = array
         self.nbytes = total
-        self._end = end
+        self.end = end
+        self._count = n
         self._hash: int | None = None
 
     @classmethod
@@ -86,13 +89,8 @@ class Spans:
             raise ValueError(f"spans need integers, got {given.dtype}")
         return given
 
-    @property
-    def end(self) -> int:
-        """The first byte that no span reaches: the smallest region that would hold them all."""
-        return self._end
-
     def __len__(self) -> int:
-        return int(self.array.shape[0])
+        return self._count
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spans) and np.array_equal(self.array, other.array)

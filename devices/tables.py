@@ -174,6 +174,14 @@ class Table:
                 raise outer.error(name, "not a name; allowed: letters, digits, '_', '.' and '-', none of these first")
         return {name: outer.table(name) for name in outer.values}
 
+    def rows(self, key: str) -> list[Table]:
+        """A list of tables; empty if it is not there."""
+        value = self.get(key, ())
+        if not isinstance(value, (list, tuple)) or not all(isinstance(row, Mapping) for row in value):
+            raise self.error(key, f"{value!r} given; allowed: a list of tables")
+        full = ".".join(part for part in (self.prefix, key) if part)
+        return [Table(row, self.place, f"{full}[{i}]", self._origins) for i, row in enumerate(value)]
+
     def finish(self) -> None:
         """Refuse the keys that nobody asked for."""
         for key in self.values:

@@ -18,31 +18,24 @@ everything. All times are already multiplied by the dilation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Traffic, Write
-from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.info import Path
 from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.contract import LINE_NBYTES, Chase, Dense
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
-from tierloop.emulators.fabric import Demand, Fabric, Job, Leg
-from tierloop.emulators.profile import ExecutorProfile, lines_of
+from tierloop.emulators.fabric import Demand, Fabric, Job
+from tierloop.emulators.profile import ExecutorProfile
 from tierloop.emulators.reach import Engine, Reach
-from tierloop.emulators.timing import FAR, NS, WINDOW, Mix, Route
-from tierloop.firmware_models.media import NOTHING, Ranges
+from tierloop.emulators.spread import Part, deal
+from tierloop.emulators.timing import FAR, NS, WINDOW, Route
+from tierloop.emulators.ways import Way, Ways
+from tierloop.firmware_models.media import NOTHING
 
 RANDOM_NBYTES = 4096
 """Spans smaller than this on average are a random pattern: a processor prefetches within a page, not beyond it."""
 _MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize", "chase"})
 """Kernels without floating-point operations to count."""
-
-
-Way = tuple[str, str]
-"""Source and target of a transfer: names of memories, "" for host buffers on a platform without host memory."""
 
 
 class Costs:
@@ -60,48 +53,23 @@ class Costs:
         engine: Engine,
         weight: int,
     ) -> None:
-        self._fabric = fabric
+        ways = self._ways = Ways(fabric, profile, own, reaches, engine, weight)
+        self._reach, self._sets, self._transfers = ways.reach, ways.sets, ways.transfers
         self._profile = profile
         self._own = own
-        self._sigma = fabric.dilation
-        self._weight = weight
+        self._host = fabric.topology.host
+        sigma = self._sigma = fabric.dilation
         capacity = fabric.flows.capacity
         self._engine = Route([(engine.arithmetic, 1)], capacity, weight)
         self._issue = Route([(engine.issue, 1)], capacity, weight) if profile.issue_ns else None
-        self._copies = engine.copies
         self._most = profile.command_bytes_per_s or FAR
-        self._reach: dict[str, Reach] = {}
-        own_reach: dict[str, tuple[Hop, ...]] = {own: ()} if own else {}
-        for memory, hops in (own_reach | reaches).items():
-            medium = fabric.media.get(memory)
-            if medium is None and memory.startswith("emu:"):
-                raise ConfigurationError(f"executor {profile.name} reaches {memory}, which is not open on this site")
-            self._reach[memory] = Reach(memory, medium, fabric, hops, weight)
-        self._host = fabric.topology.host
-        if {"read", "write"} & profile.verbs and self._host and self._host not in self._reach:
-            raise ConfigurationError(
-                f"executor {profile.name} reads and writes host buffers, so it has to reach the host memory "
-                f"{self._host}; it reaches {sorted(self._reach)}"
-            )
-        self._overhead_ns = profile.overhead_ns * self._sigma
-        self._span_ns = profile.span_ns * self._sigma
-        self._transfers: dict[Way, tuple[Route, int, bool]] = {}
+        self._overhead_ns = profile.overhead_ns * sigma
+        self._span_ns = profile.span_ns * sigma
         self._random: dict[tuple[Way, bool, bool, int], Route] = {}
-        self._windows: dict[tuple[str, bool, int], Route] = {}
 
     def paths(self) -> tuple[Path, ...]:
         """What the executor's paths are worth to a scheduler, in the platform's clock (dilated)."""
-        return tuple(
-            Path(
-                memory,
-                reach.latency_ns,
-                self._ceiling(reach, False) // self._sigma,
-                self._ceiling(reach, True) // self._sigma,
-                max(round(self._profile.mlp_lines[0][1] / WINDOW), 1) if self._profile.mlp_lines else 1,
-                self._profile.coherence,
-            )
-            for memory, reach in self._reach.items()
-        )
+        return self._ways.paths()
 
     def of(self, command: Command, traffic: Traffic, commit: bool) -> Job:
         """The cost of a command; `commit` says that it is carried out, so the firmware's state changes."""
@@ -123,10 +91,16 @@ class Costs:
             return self._launch(command, traffic, commit)
         else:
             assert isinstance(command, Flush)
-            job = Job([], self._overhead_ns + self._reach[command.target.region.memory].latency_ns)
+            memory = command.target.region.memory
+            job = Job([], self._overhead_ns + (self._reach.get(memory) or self._sets[memory]).latency_ns)
             job.idle = True
             return job
-        route, latency_ns, on_firmware = self._transfers.get(key) or self._transfer(*key)
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if key[0] in self._sets or key[1] in self._sets:
+                return self._spread(key, source, target, nbytes, commit)
+            transfer = self._ways.transfer(*key)
+        route, latency_ns, on_firmware = transfer
         job = Job([(route, nbytes, self._most, latency_ns)] if nbytes else [], self._overhead_ns)
         if self._span_ns:
             job.fixed_ns += self._span_ns * len(spans)
@@ -149,32 +123,14 @@ class Costs:
         spans = max(
             len(side.spans) for side, small in zip((source, target), sides, strict=True) if small and side is not None
         )
-        window = self._window(nbytes, spans)
+        window = self._ways.window(nbytes, spans)
         place = (key, sides[0], sides[1], window)
         route = self._random.get(place)
         if route is None:
             reaches = [self._reach[memory] for memory, small in zip(key, sides, strict=True) if small]
             plain = self._transfers[key][0]
-            route = self._random[place] = self._dependent(plain.demands, plain.legs, plain.mixes, window, reaches)
+            route = self._random[place] = self._ways.dependent(plain.demands, plain.legs, plain.mixes, window, reaches)
         job.demands[0] = (route, nbytes, self._most, 0)
-
-    def _window(self, nbytes: int, spans: int) -> int:
-        """Bytes under way, in thousandths: lines by the size of a span, never more than there are."""
-        lines = lines_of(self._profile.mlp_lines, nbytes // spans)
-        return min(lines * LINE_NBYTES, nbytes * WINDOW)
-
-    def _dependent(
-        self,
-        demands: Sequence[tuple[int, int]],
-        legs: tuple[Leg, ...],
-        mixes: tuple[Mix, ...],
-        window: int,
-        reaches: Sequence[Reach],
-    ) -> Route:
-        """A route on which accesses wait for the latency of these memories, with a window."""
-        away_ns = sum(reach.away_ns for reach in reaches)
-        waits = tuple({reach.resource: None for reach in reaches if reach.loaded is not None})
-        return Route(demands, self._fabric.flows.capacity, self._weight, legs, mixes, window, away_ns, waits)
 
     def _launch(self, command: Launch, traffic: Traffic, commit: bool) -> Job:
         args = command.args
@@ -198,6 +154,9 @@ class Costs:
         for memory in traffic.read | traffic.written:
             if dense and memory == self._own:
                 continue
+            if memory in self._sets:
+                self._spread_kernel(demands, command, memory, commit)
+                continue
             reach = self._reach[memory]
             read, written = traffic.read.get(memory, 0), traffic.written.get(memory, 0)
             if reach.firmware is not None:
@@ -205,7 +164,7 @@ class Costs:
                 if not reach.hops and type(args) is not Chase:
                     continue
             if type(args) is Chase and read:
-                demands.append((self._small(memory, False, WINDOW * LINE_NBYTES), read, FAR, 0))
+                demands.append((self._ways.small(memory, False, WINDOW * LINE_NBYTES), read, FAR, 0))
                 read = 0
             elif self._profile.mlp_lines and (read or written):
                 read, written = self._scattered(demands, command, memory, read, written)
@@ -225,27 +184,16 @@ class Costs:
         for is_write, nbytes, operands in ((False, read, command.reads), (True, written, command.writes)):
             spans = sum([len(s.spans) for operand in operands for s in operand if s.region.memory == memory])
             if nbytes and _is_random(nbytes, spans):
-                demands.append((self._small(memory, is_write, self._window(nbytes, spans)), nbytes, FAR, 0))
+                demands.append((self._ways.small(memory, is_write, self._ways.window(nbytes, spans)), nbytes, FAR, 0))
                 nbytes = 0
             left.append(nbytes)
         return left[0], left[1]
-
-    def _small(self, memory: str, is_write: bool, window: int) -> Route:
-        """The route of accesses that wait for the latency of a memory."""
-        place = (memory, is_write, window)
-        route = self._windows.get(place)
-        if route is None:
-            reach = self._reach[memory]
-            plain = reach.write_route if is_write else reach.read_route
-            route = self._dependent(plain.demands, plain.legs, plain.mixes, window, [reach])
-            self._windows[place] = route
-        return route
 
     def _kernel_media(self, job: Job, command: Launch, memory: str, commit: bool) -> None:
         reads = [s for operand in command.reads for s in operand if s.region.memory == memory]
         writes = [s for operand in command.writes for s in operand if s.region.memory == memory]
         latency_ns = self._reach[memory].latency_ns
-        self._media(job, memory, self._ranges(reads), self._ranges(writes), latency_ns, commit)
+        self._ways.access(job, memory, self._ways.ranges(reads), self._ways.ranges(writes), latency_ns, commit)
 
     def _transfer_media(
         self, job: Job, segment: Segment, is_write: bool, route: Route, latency_ns: int, commit: bool
@@ -253,71 +201,76 @@ class Costs:
         memory = segment.region.memory
         if self._reach[memory].firmware is None:
             return
-        ranges = self._ranges((segment,))
-        unit = min(self._fabric.media[memory].profile.alignment, segment.spans.nbytes)
+        ranges = self._ways.ranges((segment,))
+        unit = min(self._ways.media[memory].profile.alignment, segment.spans.nbytes)
         if unit > 1:
             latency_ns += route.ns(unit * self._sigma)
         reads, writes = (NOTHING, ranges) if is_write else (ranges, NOTHING)
-        self._media(job, memory, reads, writes, latency_ns, commit)
+        self._ways.access(job, memory, reads, writes, latency_ns, commit)
 
-    def _media(self, job: Job, memory: str, reads: Ranges, writes: Ranges, latency_ns: int, commit: bool) -> None:
-        medium = self._fabric.media[memory]
-        firmware = medium.firmware
-        assert firmware is not None
-        work = firmware.access(reads, writes) if commit else firmware.plan(reads, writes)
-        if work.alone_ns:
-            job.demands.append((medium.route, work.alone_ns * work.share, work.share * NS, latency_ns))
-        if memory == self._own:
-            job.media_nbytes += work.nbytes
-        job.fault = job.fault or work.fault
+    def _spread(self, key: Way, source: Segment | None, target: Segment | None, nbytes: int, commit: bool) -> Job:
+        """The cost of a transfer from or to an interleave set: a flow for every member that holds some of it.
 
-    def _ranges(self, segments: Sequence[Segment]) -> Ranges:
-        if not segments:
-            return NOTHING
-        parts = []
-        for region, spans in segments:
-            address = self._fabric.media[region.memory].store.address(region)
-            part = spans.array
-            if address:
-                part = part.copy()
-                part[:, 0] += address
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _transfer(self, source: str, target: str) -> tuple[Route, int, bool]:
-        """Route and latency of a transfer, and whether firmware runs a medium on it.
-
-        "" stands for host buffers on a platform without host memory.
+        Between two sets what is read and what is written are flows of their own.
         """
-        demands = list(self._copies)
-        legs: tuple[Leg, ...] = ()
-        moved: dict[str, list[int]] = {}
-        latency_ns = 0
-        on_firmware = False
-        for memory, is_write in ((source, False), (target, True)):
-            if not memory:
+        ends = ((key[0], source, False), (key[1], target, True))
+        side = source if source is not None else target
+        assert side is not None
+        job = Job([], self._overhead_ns + self._span_ns * len(side.spans))
+        if self._issue is not None:
+            job.demands.append((self._issue, self._profile.issue_ns, FAR, 0))
+        if not nbytes:
+            return job
+        small = [
+            memory
+            for memory, end, _ in ends
+            if self._profile.mlp_lines and end is not None and _is_random(nbytes, len(end.spans))
+        ]
+        parts: list[Part] = []
+        both = key[0] in self._sets and key[1] in self._sets
+        for memory, end, is_write in ends:
+            if memory not in self._sets:
                 continue
-            reach = self._reach[memory]
-            demands += reach.write if is_write else reach.read
-            legs += reach.write_legs if is_write else reach.read_legs
-            moved.setdefault(memory, [0, 0])[is_write] += 1
-            latency_ns += reach.latency_ns
-            on_firmware = on_firmware or reach.firmware is not None
-        mixes = tuple(
-            mix for memory, (read, written) in moved.items() for mix in self._reach[memory].mixes(read, written)
-        )
-        route = Route(demands, self._fabric.flows.capacity, self._weight, legs, mixes)
-        self._transfers[source, target] = (route, latency_ns, on_firmware)
-        return self._transfers[source, target]
+            other = "" if both else key[not is_write]
+            waits = [self._reach[other]] if other and other in small else []
+            for reach, count in self._sets[memory].spread([end] if end is not None else [], nbytes, commit):
+                if both and is_write:
+                    route, latency_ns = reach.write_route, reach.latency_ns
+                else:
+                    way = (other, reach.memory) if is_write else (reach.memory, other)
+                    route, latency_ns, _ = self._transfers.get(way) or self._ways.transfer(*way)
+                parts.append((route, count, latency_ns, [reach, *waits] if memory in small else waits))
+        spans = max(len(end.spans) for _, end, _ in ends if end is not None)
+        window = self._ways.window(nbytes, spans) if small else 0
+        job.demands += deal(parts, window, self._most, self._ways.dependent)
+        for memory, end, is_write in ends:
+            if end is not None and memory not in self._sets:
+                self._transfer_media(job, end, is_write, parts[0][0], parts[0][2], commit)
+        return job
 
-    def _ceiling(self, reach: Reach, write: bool) -> int:
-        demands = reach.write if write else reach.read
-        rates = [self._fabric.flows.capacity[r] // units for r, units in demands]
-        if reach.firmware is not None:
-            rates.append(reach.firmware.ceiling(write))
-        if not self._profile.kernels and self._profile.bytes_per_s:
-            rates.append(self._profile.bytes_per_s)
-        return min(rates, default=0)
+    def _spread_kernel(self, demands: list[Demand], command: Launch, memory: str, commit: bool) -> None:
+        """Demands for what a kernel reads and writes on an interleave set, member by member."""
+        together: dict[Reach, int] = {}
+        for operands, is_write in ((command.reads, False), (command.writes, True)):
+            segments = [s for operand in operands for s in operand if s.region.memory == memory]
+            nbytes = sum([s.spans.nbytes for s in segments])
+            if not nbytes:
+                continue
+            spans = sum([len(s.spans) for s in segments])
+            window = 0
+            if type(command.args) is Chase and not is_write:
+                window = WINDOW * LINE_NBYTES
+            elif self._profile.mlp_lines and _is_random(nbytes, spans):
+                window = self._ways.window(nbytes, spans)
+            parts: list[Part] = []
+            for reach, count in self._sets[memory].spread(segments, nbytes, commit):
+                if reach.one_flow and not window:
+                    together[reach] = together.get(reach, 0) + count
+                    continue
+                route = reach.write_route if is_write else reach.read_route
+                parts.append((route, count, reach.latency_ns, [reach] if window else []))
+            demands += deal(parts, window, FAR, self._ways.dependent)
+        demands += [(reach.read_route, count, FAR, reach.latency_ns) for reach, count in together.items()]
 
 
 def _is_random(nbytes: int, spans: int) -> bool:

@@ -39,6 +39,7 @@ from tierloop.devices.site import Site
 from tierloop.devices.tables import Table
 from tierloop.emulators.costs import Costs
 from tierloop.emulators.fabric import Fabric, Job, Medium
+from tierloop.emulators.loads import Load, start_loads
 from tierloop.emulators.numerics import Numerics, Outcome
 from tierloop.emulators.pacing import late_start, pace_of
 from tierloop.emulators.profile import CHANGED, Profile, find_profile, read_profile
@@ -96,8 +97,11 @@ class EmulatedDevice:
         self._site = site
         self._promises: Promises | None = None
         if not site.clock.virtual:
-            self._promises = site.shared.setdefault("promises", Promises(site))
+            if "promises" not in site.shared:
+                site.shared["promises"] = Promises(site.outside or site)
+            self._promises = site.shared["promises"]
         self._store: Store | None = None
+        self._loads: list[Load] = []
         self.firmware: Firmware | None = None
         if profile.memory is not None:
             self._open_memory(backing)
@@ -105,7 +109,7 @@ class EmulatedDevice:
         self._costs: list[Costs] = []
         self._occupies_core = [e.kind == "cores" for e in profile.executors for _ in range(e.queues)]
         self._grids: dict[str, int] = {}
-        self._strict = isinstance(self.firmware, PnmModel)
+        self._strict = isinstance(self.firmware, PnmModel) and self.firmware.geometry.sram_nbytes > 0
         self._jobs: dict[Completion, Job] = {}
         self._closed = False
         depth = max((e.depth for e in profile.executors), default=1)
@@ -126,6 +130,7 @@ class EmulatedDevice:
         addressed = on_media is not None
         self._store = Store(self._name, memory.capacity, memory.alignment, addressed, backing, self._fabric.regions)
         medium = Medium(self._name, memory, self._store, on_media, self._fabric.flows)
+        self._loads = start_loads(self._fabric, medium)
         self._fabric.media[self._name] = medium
 
     @property
@@ -193,6 +198,8 @@ class EmulatedDevice:
             for job in self._jobs.values():
                 self._fabric.abandon(job)
             self._jobs.clear()
+            for load in self._loads:
+                load.stop()
             self._fabric.users.remove(self._queues.uses)
             if not self._fabric.users:
                 self._numerics.close()

@@ -34,6 +34,7 @@ from tierloop.firmware_models.media import WHOLE, Firmware
 
 if TYPE_CHECKING:  # it compiles on import, and on the virtual clock nothing keeps a pace
     from tierloop.devices.kernels.pace import Pace
+    from tierloop.emulators.interleave import InterleavedDevice
 
 
 class Link:
@@ -178,6 +179,13 @@ class Job:
         self.pace: Pace | None = None
         self.aside: list[Any] = []
 
+    def label(self) -> str:
+        """What the trace calls it."""
+        command = self.completion.command
+        dense = isinstance(command, Launch) and isinstance(command.args, Dense)
+        name = command.args.label if dense else verb(command)  # type: ignore[union-attr]
+        return f"{self.completion.device} {name}"
+
 
 class Regions(dict[Region, NDArray[np.uint8] | None]):
     """The bytes of live emulated regions (None: phantom); for others, the host's own mapping of them."""
@@ -189,8 +197,8 @@ class Regions(dict[Region, NDArray[np.uint8] | None]):
 class Fabric:
     """Shared by all emulated devices of a site; get it with `Fabric.of(site)`.
 
-    `media` holds the open memories by name and `regions` the bytes of their live regions; each of `users` says whether
-    a device has a command under way that names a region.
+    `media` holds the open memories by name, `sets` the interleave sets made of them, and `regions` the bytes of their
+    live regions; each of `users` says whether a device has a command under way that names a region.
     """
 
     def __init__(self, site: Site, topology: Topology) -> None:
@@ -200,6 +208,7 @@ class Fabric:
         self.dilation = topology.dilation
         self.flows = Flows(topology.dilation)
         self.media: dict[str, Medium] = {}
+        self.sets: dict[str, InterleavedDevice] = {}
         self.regions = Regions()
         self.links = {name: Link(spec, self.flows, site.clock) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []
@@ -288,7 +297,7 @@ class Fabric:
                 else:
                     link.bytes_back += flow.work
                 if observers and flow.work:
-                    label = _label(job.completion)
+                    label = job.label()
                     stretch = Occupancy(link.name, direction, flow.start, flow.finish, flow.work, label)
                     for observe in observers:
                         observe(stretch)
@@ -345,10 +354,3 @@ def _two_rates(flows: Flows, one: int, other: int) -> tuple[int, int, int]:
         return flows.add(one), 1, 1
     common = math.lcm(one, other)
     return flows.add(common), common // one, common // other
-
-
-def _label(completion: Completion) -> str:
-    command = completion.command
-    dense = isinstance(command, Launch) and isinstance(command.args, Dense)
-    name = command.args.label if dense else verb(command)  # type: ignore[union-attr]
-    return f"{completion.device} {name}"

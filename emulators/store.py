@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.errors import OutOfMemory, OutOfRange
 from tierloop.devices.regions import Region
+from tierloop.devices.spans import Spans
 
 Bytes = NDArray[np.uint8]
 _HUGE = 1 << 21
+_SHORT, _REMEMBERED = 64, 8
+"""Lists of at most so many spans are remembered, so many for each region: 8 KiB."""
 
 
 class Store:
@@ -49,6 +52,7 @@ class Store:
         self._live = {} if live is None else live
         self._next_id = 0
         self._mine: dict[Region, int] = {}
+        self._placed: dict[Region, dict[int, tuple[Spans, NDArray[np.int64]]]] = {}
 
     def alloc(self, nbytes: int, phantom: bool) -> Region:
         """Allocate zeroed bytes. Raises OutOfRange or OutOfMemory."""
@@ -90,6 +94,7 @@ class Store:
         if region not in self._mine:
             raise OutOfRange(self.name, "free", f"{region} is not a region of this device, or is freed")
         address = self._mine.pop(region)
+        self._placed.pop(region, None)
         del self._live[region]
         region.freed = True
         self.used -= self._size(region.nbytes)
@@ -100,6 +105,24 @@ class Store:
     def address(self, region: Region) -> int:
         """Where a live region of this store begins on the medium; 0 where addresses mean nothing."""
         return self._mine[region]
+
+    def ranges(self, region: Region, spans: Spans) -> NDArray[np.int64]:
+        """Spans of a live region as ranges on the medium: int64 (n, 2) of (address, nbytes), not to be written to.
+
+        A few short lists are remembered for each region: policies name the same rows step after step.
+        """
+        placed = self._placed.get(region)
+        if placed is None:
+            placed = self._placed[region] = {}
+        found = placed.get(id(spans))
+        if found is not None and found[0] is spans:
+            return found[1]
+        made = spans.array + np.array([self._mine[region], 0], dtype=np.int64)
+        if len(made) <= _SHORT:
+            if len(placed) >= _REMEMBERED:
+                placed.clear()
+            placed[id(spans)] = (spans, made)
+        return made
 
     def close(self) -> None:
         """Free everything."""

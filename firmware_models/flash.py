@@ -18,21 +18,25 @@ Geometry: `channels` buses with `dies_per_channel` dies each. A die senses one p
 Every slot carries the unit it holds and a tag (the sequence number of the write), as the spare area of a real page
 does; the back door reads them. Capacity in units is fixed; physical space is `spare_percent` larger, plus two blocks
 per die.
+
+What happens to each unit is compiled (flash_units.py) and works on the tables that are made here.
 """
 
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.firmware_models.media import MediaWork, Ranges, parallel
+from tierloop.firmware_models.media import NOTHING, MediaWork, Ranges, parallel
 
 Int64 = NDArray[np.int64]
-_TRIM_UNITS = 1 << 20
+_AGE_UNITS = 1 << 20
+_HUGE_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -94,45 +98,111 @@ class Slot(NamedTuple):
     tag: int
 
 
-class _Busy:
-    """What one command asks of each die and channel."""
+class Layout(NamedTuple):
+    """The geometry as the compiled part has it, at the beginning of its state: counts, times in ns, bytes."""
 
-    def __init__(self, geometry: FlashGeometry) -> None:
-        self.die_ns = np.zeros(geometry.dies, dtype=np.int64)
-        self.bus_units = np.zeros(geometry.channels, dtype=np.int64)
-        self.sensed = False
+    units: int
+    unit_nbytes: int
+    page_units: int
+    slots: int
+    stripes_per_block: int
+    blocks_per_die: int
+    dies: int
+    channels: int
+    dies_per_channel: int
+    read_ns: int
+    program_ns: int
+    erase_ns: int
+
+
+class Tables(NamedTuple):
+    """The controller's state, all int64: `map` (units,) holds the slot of each unit plus one, 0 if it has none.
+
+    `owner` and `tag` (slots,) are the spare areas: the unit plus one, 0 for garbage, and the number of the write.
+    `valid` and `closed` (blocks,) count units that are not garbage and mark blocks that are full; `free` (blocks,)
+    holds a stack of erased blocks for each die, `free_count`, `open_block` and `next_stripe` (dies,) go with it.
+    `counters` is indexed by the names below. `die_ns` (dies,) and `bus_units` (channels,) are what the present command
+    asks for.
+    """
+
+    map: Int64
+    owner: Int64
+    tag: Int64
+    valid: Int64
+    closed: Int64
+    free: Int64
+    free_count: Int64
+    open_block: Int64
+    next_stripe: Int64
+    counters: Int64
+    die_ns: Int64
+    bus_units: Int64
+
+
+DIE, STRIPE, FILL, WRITES, HOST_UNITS, COLLECTED_UNITS, ERASED_BLOCKS = range(7)
+"""`Tables.counters`: whose turn it is, the open stripe (-1: none) and its units, writes so far, and the statistics."""
+_COUNTERS = 7
 
 
 class FlashModel:
-    """The controller and its media. `host_units`, `collected_units` (written again) and `erased_blocks` only grow."""
+    """The controller and its media. `host_units`, `collected_units` and `erased_blocks` only grow."""
 
     def __init__(self, geometry: FlashGeometry) -> None:
-        self.geometry = geometry
-        self._unit_ns = -(-geometry.unit_nbytes * 1_000_000_000 // geometry.channel_bytes_per_s)
+        from tierloop.firmware_models import flash_units  # compiles on import: now, and not while a command runs
+
+        g = self.geometry = geometry
+        self._units = flash_units
+        self._unit_ns = -(-g.unit_nbytes * 1_000_000_000 // g.channel_bytes_per_s)
         self._faults: dict[int, int] = {}
+        self._faulty: Int64 = np.empty(0, dtype=np.int64)
         self.reset()
 
     def reset(self) -> None:
         """Erase everything: no unit is mapped, every block is free, counters are 0."""
         g = self.geometry
+        layout = Layout(
+            units=g.units,
+            unit_nbytes=g.unit_nbytes,
+            page_units=g.page_nbytes // g.unit_nbytes,
+            slots=g.slots,
+            stripes_per_block=g.stripes_per_block,
+            blocks_per_die=g.blocks_per_die,
+            dies=g.dies,
+            channels=g.channels,
+            dies_per_channel=g.dies_per_channel,
+            read_ns=g.read_ns,
+            program_ns=g.program_ns,
+            erase_ns=g.erase_ns,
+        )
         blocks = g.dies * g.blocks_per_die
         slots = blocks * g.stripes_per_block * g.slots
-        self._map: NDArray[Any] = _lazy_zeros(g.units)
-        self._owner: NDArray[Any] = _lazy_zeros(slots)
-        self._tag: NDArray[Any] = _lazy_zeros(slots)
-        self._valid = np.zeros(blocks, dtype=np.int64)
-        self._closed = np.zeros(blocks, dtype=bool)
-        self._free = [list(range((d + 1) * g.blocks_per_die - 1, d * g.blocks_per_die - 1, -1)) for d in range(g.dies)]
-        self._open_block = [-1] * g.dies
-        self._next_stripe = [0] * g.dies
-        self._die = 0
-        self._stripe = -1
-        self._fill = 0
-        self._writes = 0
-        self.host_units = 0
-        self.collected_units = 0
-        self.erased_blocks = 0
+        state = np.zeros(len(layout) + _COUNTERS + 3 * blocks + 4 * g.dies + g.channels, dtype=np.int64)
+        state[: len(layout)] = layout
+        self._state = (state, _lazy_zeros(g.units), _lazy_zeros(slots), _lazy_zeros(slots))
+        tables: Tables = self._units.tables_of(*self._state)
+        tables.counters[STRIPE] = -1
+        tables.free[:] = np.arange(blocks).reshape(g.dies, -1)[:, ::-1].reshape(-1)
+        tables.free_count[:] = g.blocks_per_die
+        tables.open_block[:] = -1
+        self._map, self._owner, self._tag, self._valid = tables[:4]
+        self._counters = tables.counters
         self._faults.clear()
+        self._sort_faults()
+
+    @property
+    def host_units(self) -> int:
+        """Units that the host wrote."""
+        return int(self._counters[HOST_UNITS])
+
+    @property
+    def collected_units(self) -> int:
+        """Units that were written again to make room."""
+        return int(self._counters[COLLECTED_UNITS])
+
+    @property
+    def erased_blocks(self) -> int:
+        """Blocks that were erased to make room."""
+        return int(self._counters[ERASED_BLOCKS])
 
     @property
     def write_amplification(self) -> float:
@@ -142,43 +212,22 @@ class FlashModel:
     # -- the bus face ---------------------------------------------------------------------------------------------
 
     def access(self, reads: Ranges, writes: Ranges) -> MediaWork:
-        """Read, then write. Ranges lie on the grid of units and inside the capacity."""
-        read, written = self._units_of(reads), self._units_of(writes)
-        busy = _Busy(self.geometry)
-        fault = self._fault(read)
-        self._count_reads(read, busy)
-        collected = self.collected_units
-        self._write(written, busy)
-        return self._work(busy, len(read) + len(written) + 2 * (self.collected_units - collected), fault)
+        """Read, then write. Ranges lie on the grid of units. Raises ValueError for one outside the capacity."""
+        return self._serve(reads, writes, planned=False)
 
     def plan(self, reads: Ranges, writes: Ranges) -> MediaWork:
-        """What the access costs if no garbage has to be collected."""
-        g = self.geometry
-        read, written = self._units_of(reads), self._units_of(writes)
-        busy = _Busy(g)
-        self._count_reads(read, busy)
-        end = self._fill + len(written)
-        stripes = np.full(-(-end // g.slots), g.slots)
-        dies = (self._die + np.arange(len(stripes))) % g.dies
-        full = dies[: end // g.slots]
-        busy.die_ns += np.bincount(full, minlength=g.dies) * g.program_ns
-        if len(written):
-            stripes[0] -= self._fill
-            stripes[-1] -= len(stripes) * g.slots - end
-            np.add.at(busy.bus_units, dies // g.dies_per_channel, stripes)
-        return self._work(busy, len(read) + len(written), "")
+        """What the access costs if no garbage has to be collected. Raises ValueError as `access` does."""
+        return self._serve(reads, writes, planned=True)
 
     def trim(self, address: int, nbytes: int) -> None:
         """Forget the units that lie wholly inside; reading them gives zeros from then on."""
-        if not self._writes:
+        if not self._counters[WRITES]:
             return
         unit = self.geometry.unit_nbytes
-        last = (address + nbytes) // unit
-        for first in range(-(-address // unit), last, _TRIM_UNITS):
-            part = self._map[first : min(first + _TRIM_UNITS, last)]
-            if part.any():
-                self._invalidate(part)
-                part[:] = 0
+        first, last = -(-address // unit), (address + nbytes) // unit
+        if first < 0 or last > self.geometry.units:
+            raise ValueError(f"trim of [{address}, {address + nbytes}) on a drive of {self.geometry.capacity} bytes")
+        self._units.trim(*self._state, first, last)
 
     def ceiling(self, write: bool) -> int:
         """The slower of all dies and all channels at work."""
@@ -200,168 +249,64 @@ class FlashModel:
 
     def age(self, rounds: int = 1, seed: int = 0) -> None:
         """Write every unit `rounds` times in random order: the steady state of a drive that has been in use."""
-        order = np.random.default_rng(seed)
+        order, unit = np.random.default_rng(seed), self.geometry.unit_nbytes
         for _ in range(rounds):
-            self._write(order.permutation(self.geometry.units).astype(np.int64), _Busy(self.geometry))
+            units = order.permutation(self.geometry.units)
+            for first in range(0, len(units), _AGE_UNITS):
+                part = units[first : first + _AGE_UNITS]
+                self.access(NOTHING, np.stack([part * unit, np.full(len(part), unit)], axis=1))
 
     def inject(self, unit: int, times: int = 1) -> None:
         """Let the next `times` reads that touch this unit fail."""
         self._faults[unit] = times
+        self._sort_faults()
 
     # -- the controller -------------------------------------------------------------------------------------------
 
-    def _units_of(self, ranges: Ranges) -> Int64:
+    def _serve(self, reads: Ranges, writes: Ranges, planned: bool) -> MediaWork:
+        g = self.geometry
+        reads, writes = np.ascontiguousarray(reads, np.int64), np.ascontiguousarray(writes, np.int64)
+        asked = self._units.access(*self._state, reads, writes, planned)
+        die_most, die_all, bus_most, bus_all, sensed, moved = asked
+        if die_most < 0:
+            start, nbytes = (writes if die_all else reads)[bus_most].tolist()
+            raise ValueError(f"[{start}, {start + nbytes}) is outside a drive of {g.capacity} bytes")
+        fault = self._fault(reads) if self._faults and not planned else ""
+        bus, bus_all = bus_most * self._unit_ns, bus_all * self._unit_ns
+        alone = max(die_most + (self._unit_ns if die_most and bus else 0), bus + (g.read_ns if sensed else 0))
+        share = max(parallel(die_all, g.dies, alone), parallel(bus_all, g.channels, alone))
+        return MediaWork(alone, share, moved * g.unit_nbytes, fault)
+
+    def _fault(self, reads: Ranges) -> str:
+        """Why a read fails: of the injected units that it touches, the one that was injected first."""
         unit = self.geometry.unit_nbytes
-        counts = ranges[:, 1] // unit
-        if len(ranges) == 1:
-            first = int(ranges[0, 0]) // unit
-            return np.arange(first, first + int(counts[0]))
-        starts = np.repeat(ranges[:, 0] // unit, counts)
-        ends = np.cumsum(counts)
-        return np.asarray(starts + np.arange(len(starts)) - np.repeat(ends - counts, counts), dtype=np.int64)
+        first = reads[:, 0] // unit
+        low = np.searchsorted(self._faulty, first)
+        high = np.searchsorted(self._faulty, first + reads[:, 1] // unit)
+        touched = high > low
+        if not touched.any():
+            return ""
+        hit = {u for a, b in zip(low[touched], high[touched], strict=True) for u in self._faulty[a:b].tolist()}
+        faulty = next(u for u in self._faults if u in hit)
+        self._faults[faulty] -= 1
+        if self._faults[faulty] <= 0:
+            del self._faults[faulty]
+            self._sort_faults()
+        return f"unit {faulty} (byte {faulty * unit}) cannot be corrected"
 
-    def _fault(self, units: Int64) -> str:
-        for unit in [u for u in self._faults if (units == u).any()] if self._faults else []:
-            self._faults[unit] -= 1
-            if self._faults[unit] <= 0:
-                del self._faults[unit]
-            return f"unit {unit} (byte {unit * self.geometry.unit_nbytes}) cannot be corrected"
-        return ""
-
-    def _count_reads(self, units: Int64, busy: _Busy) -> None:
-        if not len(units):
-            return
-        g = self.geometry
-        slots = self._map[units].astype(np.int64) - 1
-        fresh = slots < 0
-        if fresh.any():
-            stripe = units[fresh] // g.slots
-            block = stripe % g.dies * g.blocks_per_die
-            slots[fresh] = (block * g.stripes_per_block + stripe // g.dies % g.stripes_per_block) * g.slots
-            slots[fresh] += units[fresh] % g.slots
-        dies = slots // (g.slots * g.stripes_per_block * g.blocks_per_die)
-        busy.bus_units += np.bincount(dies // g.dies_per_channel, minlength=g.channels)
-        buffered = slots // g.slots == self._stripe
-        pages = slots // (g.page_nbytes // g.unit_nbytes)
-        sensed = np.ones(len(units), dtype=bool)
-        sensed[1:] = pages[1:] != pages[:-1]
-        sensed &= ~buffered
-        busy.die_ns += np.bincount(dies[sensed], minlength=g.dies) * g.read_ns
-        busy.sensed = bool(sensed.any())
-
-    def _write(self, units: Int64, busy: _Busy) -> None:
-        g = self.geometry
-        self.host_units += len(units)
-        done = 0
-        while done < len(units):
-            if self._stripe < 0:
-                self._open_stripe(busy)
-            take = min(g.slots - self._fill, len(units) - done)
-            self._append(units[done : done + take])
-            busy.bus_units[self._die // g.dies_per_channel] += take
-            done += take
-            if self._fill == g.slots:
-                self._program(busy)
-
-    def _append(self, units: Int64) -> None:
-        """Put units into the open stripe; where one comes twice, the last wins."""
-        first = self._stripe * self.geometry.slots + self._fill
-        slots = np.arange(first, first + len(units))
-        self._invalidate(self._map[units])
-        self._map[units] = slots + 1
-        live = self._map[units] == slots + 1
-        self._owner[slots] = np.where(live, units + 1, 0)
-        self._tag[slots] = self._writes + 1 + np.arange(len(units))
-        self._valid[self._stripe // self.geometry.stripes_per_block] += int(live.sum())
-        self._writes += len(units)
-        self._fill += len(units)
-
-    def _invalidate(self, mapped: NDArray[Any]) -> None:
-        """Mark slots (as the map holds them, plus one) as garbage."""
-        dead = mapped[mapped > 0].astype(np.int64) - 1
-        if len(dead):
-            dead = np.unique(dead)
-            self._owner[dead] = 0
-            blocks, counts = np.unique(
-                dead // (self.geometry.slots * self.geometry.stripes_per_block), return_counts=True
-            )
-            self._valid[blocks] -= counts
-
-    def _open_stripe(self, busy: _Busy) -> None:
-        """Find a die with an erased stripe, from the one whose turn it is; collect garbage where that is needed."""
-        g = self.geometry
-        for turn in range(g.dies):
-            die = (self._die + turn) % g.dies
-            if self._has_room(die, busy):
-                self._die = die
-                self._stripe = self._open_block[die] * g.stripes_per_block + self._next_stripe[die]
-                self._fill = 0
-                return
-        raise AssertionError("the spare blocks always leave a stripe somewhere")
-
-    def _has_room(self, die: int, busy: _Busy) -> bool:
-        g = self.geometry
-        if self._open_block[die] >= 0 and self._next_stripe[die] < g.stripes_per_block:
-            return True
-        self._close(die)
-        if not self._free[die] and not self._collect(die, busy):
-            return False
-        if self._open_block[die] < 0:
-            self._open_block[die] = self._free[die].pop()
-            self._next_stripe[die] = 0
-        return True
-
-    def _close(self, die: int) -> None:
-        if self._open_block[die] >= 0:
-            self._closed[self._open_block[die]] = True
-            self._open_block[die] = -1
-
-    def _collect(self, die: int, busy: _Busy) -> bool:
-        """Erase the closed block with the fewest valid units and write those again; False if that frees nothing."""
-        g = self.geometry
-        blocks = slice(die * g.blocks_per_die, (die + 1) * g.blocks_per_die)
-        full = g.slots * g.stripes_per_block
-        candidates = np.where(self._closed[blocks], self._valid[blocks], full + 1)
-        victim = int(candidates.argmin()) + blocks.start
-        stripes = -(-int(self._valid[victim]) // g.slots)
-        if stripes >= g.stripes_per_block or not self._closed[victim]:
-            return False
-        slots = np.arange(victim * full, (victim + 1) * full)
-        held = slots[self._owner[slots] > 0]
-        units, tags = self._owner[held].astype(np.int64) - 1, self._tag[held].copy()
-        pages = len(np.unique(held // (g.page_nbytes // g.unit_nbytes)))
-        self._owner[slots] = 0
-        new = slots[: len(held)]
-        self._owner[new] = units + 1
-        self._tag[new] = tags
-        self._map[units] = new + 1
-        self._closed[victim] = False
-        self._open_block[die] = victim
-        self._next_stripe[die] = stripes
-        self.erased_blocks += 1
-        self.collected_units += len(held)
-        busy.die_ns[die] += pages * g.read_ns + stripes * g.program_ns + g.erase_ns
-        busy.bus_units[die // g.dies_per_channel] += 2 * len(held)
-        return True
-
-    def _program(self, busy: _Busy) -> None:
-        g = self.geometry
-        busy.die_ns[self._die] += g.program_ns
-        self._next_stripe[self._die] += 1
-        self._die = (self._die + 1) % g.dies
-        self._stripe = -1
-        self._fill = 0
-
-    def _work(self, busy: _Busy, moved_units: int, fault: str) -> MediaWork:
-        g = self.geometry
-        bus_ns = busy.bus_units * self._unit_ns
-        die, bus = int(busy.die_ns.max()), int(bus_ns.max())
-        alone = max(die + (self._unit_ns if die and bus else 0), bus + (g.read_ns if busy.sensed else 0))
-        share = max(parallel(int(busy.die_ns.sum()), g.dies, alone), parallel(int(bus_ns.sum()), g.channels, alone))
-        return MediaWork(alone, share, moved_units * g.unit_nbytes, fault)
+    def _sort_faults(self) -> None:
+        self._faulty = np.sort(np.fromiter(self._faults, dtype=np.int64, count=len(self._faults)))
 
 
-def _lazy_zeros(n: int) -> NDArray[Any]:
-    """int64 zeros (n,) that take memory only where they are touched: the tables of a 4 TB drive span tens of GB."""
+def _lazy_zeros(n: int) -> Int64:
+    """int64 zeros (n,) that take memory only where they are touched: the tables of a 4 TB drive span tens of GB.
+
+    Those of a small drive lie in huge pages where there are any: with small ones most of a random access is the search
+    for the page.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return np.frombuffer(mmap.mmap(-1, max(n, 1) * 8, flags=flags), dtype=np.int64)[:n]
+    table = mmap.mmap(-1, max(n, 1) * 8, flags=flags)
+    if n * 8 <= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            table.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(table, dtype=np.int64)[:n]

@@ -57,4 +57,5 @@ def parallel(busy_ns: int, units: int, alone_ns: int) -> int:
     """The share of `units` equal parts that are busy for `busy_ns` in all while `alone_ns` pass, rounded up."""
     if alone_ns <= 0:
         return 1
-    return max(min(-(-busy_ns * WHOLE // (units * alone_ns)), WHOLE), 1)
+    share = -(-busy_ns * WHOLE // (units * alone_ns))
+    return 1 if share < 1 else WHOLE if share > WHOLE else share

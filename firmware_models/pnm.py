@@ -16,6 +16,7 @@ the emulated device. Each engine has `sram_nbytes` for queries and states (0: un
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,10 @@ class PnmModel:
     """Banks, channels and dispatcher; keeps no state between commands but its counters."""
 
     def __init__(self, geometry: PnmGeometry) -> None:
-        self.geometry = geometry
+        g = self.geometry = geometry
+        sizes = (g.burst_nbytes, g.granule_nbytes, g.channels * g.row_nbytes, g.tile_nbytes)
+        self._sizes = (g.channels, g.banks, *(size.bit_length() - 1 for size in sizes))
+        self._requests: Callable[..., tuple[int, int, int, int, int]] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -66,14 +70,14 @@ class PnmModel:
 
     def access(self, reads: Ranges, writes: Ranges) -> MediaWork:
         """Serve the requests of one command."""
-        work, activations = self._serve(np.concatenate((reads, writes)))
+        work, activations = self._serve(reads, writes)
         self.requests += len(reads) + len(writes)
         self.activations += activations
         return work
 
     def plan(self, reads: Ranges, writes: Ranges) -> MediaWork:
         """The same, not counted."""
-        return self._serve(np.concatenate((reads, writes)))[0]
+        return self._serve(reads, writes)[0]
 
     def trim(self, address: int, nbytes: int) -> None:
         """Memory keeps nothing about bytes that are no longer needed."""
@@ -93,27 +97,20 @@ class PnmModel:
             "split the launch"
         )
 
-    def _serve(self, ranges: Ranges) -> tuple[MediaWork, int]:
+    def _serve(self, reads: Ranges, writes: Ranges) -> tuple[MediaWork, int]:
         g = self.geometry
-        channel_bytes = np.zeros(g.channels, dtype=np.int64)
-        bank_opens = np.zeros((g.channels, g.banks), dtype=np.int64)
-        from tierloop.firmware_models.pnm_requests import serve  # compiles on import, so not before it is needed
+        if self._requests is None:
+            from tierloop.firmware_models.pnm_requests import serve  # compiles on import, so not before it is needed
 
-        num_tiles = serve(
-            np.ascontiguousarray(ranges),
-            g.burst_nbytes.bit_length() - 1,
-            g.granule_nbytes.bit_length() - 1,
-            (g.channels * g.row_nbytes).bit_length() - 1,
-            g.tile_nbytes.bit_length() - 1,
-            channel_bytes,
-            bank_opens,
-        )
+            self._requests = serve
+        if not (reads.flags.c_contiguous and writes.flags.c_contiguous):
+            reads, writes = np.ascontiguousarray(reads), np.ascontiguousarray(writes)
+        num_tiles, busiest, moved, most_opens, opens = self._requests(reads, writes, *self._sizes)
         if not num_tiles:
             return MediaWork(0, 1, 0), 0
-        moved, opens = int(channel_bytes.sum()), int(bank_opens.sum())
-        at_work = min(num_tiles, g.engines)
-        bus_ns = -(-int(channel_bytes.max()) * 1_000_000_000 // g.channel_bytes_per_s)
-        bank_ns = int(bank_opens.max()) * g.row_cycle_ns
+        at_work = num_tiles if num_tiles < g.engines else g.engines
+        bus_ns = -(-busiest * 1_000_000_000 // g.channel_bytes_per_s)
+        bank_ns = most_opens * g.row_cycle_ns
         engine_ns = -(-num_tiles // g.engines) * g.request_ns
         engine_ns += -((-moved // at_work) * 1_000_000_000 // g.engine_bytes_per_s)
         alone = max(bus_ns, bank_ns, engine_ns)

@@ -109,17 +109,19 @@ class Loop:
             self._ready.clear()
 
     def _pump(self) -> bool:
-        ready = self._ready
+        ready, ended = self._ready, False
         while ready:
             task = ready.popleft()
             waiting = task.advance()
             if waiting is not None:
                 waiting.on_done(lambda _, t=task: ready.append(t))  # type: ignore[misc]  # t is bound at once
-        failed = [t for t in self._tasks if t.done and t.error is not None and not t.looked]
-        if failed:
-            failed[0].looked = True
-            raise failed[0].error  # type: ignore[misc]  # not None by the line above
-        if any(t.done for t in self._tasks):
+            else:
+                ended = True
+        if ended:
+            failed = [t for t in self._tasks if t.done and t.error is not None and not t.looked]
+            if failed:
+                failed[0].looked = True
+                raise failed[0].error  # type: ignore[misc]  # not None by the line above
             self._tasks = [t for t in self._tasks if not t.done]
         return not self._tasks
 

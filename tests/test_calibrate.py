@@ -222,9 +222,9 @@ def test_a_point_that_was_measured_badly_counts_neither_way(profile: Path, tmp_p
 
 
 def test_an_emulation_that_came_late_is_invalid_and_not_slow(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tierloop.tools import verifying
+    from tierloop.tools import measuring_passes, verifying
 
-    honest = verifying.measure
+    honest = measuring_passes.measure
 
     def late(*arguments: Any, **options: Any) -> Any:
         measured = honest(*arguments, **options)
@@ -352,9 +352,9 @@ def test_wrong_input_ends_with_2_and_leaves_nothing(
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every plan be measured in no time."""
-    from tierloop.tools import calibration, verifying
+    from tierloop.tools import calibration, measuring_plan, verifying
 
-    whole, again = calibration.plan, verifying._plan
+    whole, again = measuring_plan.plan, verifying._plan
     monkeypatch.setattr(calibration, "plan", lambda *arguments: few(whole(*arguments)))
     monkeypatch.setattr(verifying, "_plan", lambda *arguments: replace(again(*arguments), passes=1, window_ns=10_000))
 
@@ -383,9 +383,9 @@ def test_the_loop_runs_on_this_machine(
 def test_an_interrupted_calibration_resumes_and_another_device_does_not(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tierloop.tools import measuring_passes
+    from tierloop.tools.measuring import Rig
 
-    honest = measuring_passes.Rig.measure
+    honest = Rig.measure
     calls: list[Point] = []
 
     def stopping(rig: Any, point: Point, *arguments: Any) -> Any:
@@ -396,7 +396,7 @@ def test_an_interrupted_calibration_resumes_and_another_device_does_not(
 
     output = tmp_path / "dram.toml"
     arguments = ("calibrate", "demo:dram", "-o", output, "--quick", "--clock", "virtual")
-    monkeypatch.setattr(measuring_passes.Rig, "measure", stopping)
+    monkeypatch.setattr(Rig, "measure", stopping)
     assert run_cli(*arguments)[0] == 128 + signal.SIGTERM
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["dram.toml.journal"]

@@ -90,6 +90,17 @@ def test_the_device_that_the_page_builds_passes_and_opens(
     assert "emu:scratchpad" in capsys.readouterr().out
 
 
+def test_the_examples_of_placement_run(installed: Callable[[Path], None], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "placement.md"
+    installed(page)
+    names = run_blocks(page)
+    assert names["took"]["emu:cards"] < names["took"]["emu:cxl1"]
+    assert names["fell"] == {"emu:cxl0": 4 << 20, "emu:cxl1": 4 << 20}  # written once and read once
+    assert names["moved"] > 0
+    assert len(names["copy"].completions) >= 2 * 2
+    assert capsys.readouterr().out.count("\n") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:
@@ -119,7 +130,17 @@ def test_every_command_and_option_is_documented() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     commands = json.loads(done.stdout)
-    assert set(commands) == {"doctor", "list", "run", "compare", "demo", "bench", "bench attention", "conformance"}
+    assert set(commands) == {
+        "doctor",
+        "list",
+        "run",
+        "compare",
+        "demo",
+        "bench",
+        "bench attention",
+        "bench emulation",
+        "conformance",
+    }
     for command, options in commands.items():
         assert f"## `tierloop {command}`" in page
         for option in options:

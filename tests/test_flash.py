@@ -249,7 +249,16 @@ def served(ranges: list[tuple[int, int]]) -> tuple[list[int], NDArray[np.int64],
     return channel_bytes, opens, tiles
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 18), st.integers(0, 20_000)), max_size=30))
+sizes = st.one_of(
+    st.integers(0, 20_000), st.sampled_from([4096 * n for n in (8, 9, 16, 17, 30)]), st.integers(0, 200_000)
+)
+
+
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.integers(0, 1 << 18), st.integers(0, 64).map(lambda n: n * 4096)), sizes), max_size=12
+    )
+)
 def test_a_pnm_takes_as_long_as_its_busiest_channel_bank_or_engine(ranges: list[tuple[int, int]]) -> None:
     channel_bytes, opens, tiles = served(ranges)
     moved = sum(channel_bytes)

@@ -37,6 +37,7 @@ from tierloop.devices.errors import (
 )
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
+from tierloop.tools.bench_emulation import emulation
 from tierloop.tools.calibrate import calibrate
 from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
@@ -72,6 +73,7 @@ for command, name in (
 benches = typer.Typer(invoke_without_command=True)
 benches.callback()(bench)
 benches.command("attention")(attention)
+benches.command("emulation")(emulation)
 app.add_typer(benches, name="bench")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import VERBS, Command, Copy, Launch, Operand, Read, Write, segments, verb
+from tierloop.devices.commands import VERBS, Command, Copy, Launch, Operand, Read, Traffic, Write, segments, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
 from tierloop.devices.drivers.arena import Arena
@@ -73,15 +73,10 @@ class Reference:
         self._bytes.pop(region, None)
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
-        self._arena.alive(verb(command))
-        traffic = check(self._info, command, queue)
-        for region, _ in segments(command):
-            if not region.phantom:
-                self._array(region)
-        return self._queues.submit(command, queue, after, traffic)
+        return self._queues.submit(command, queue, after, self._check(command, queue))
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
-        check(self._info, command, queue)
+        self._check(command, queue)
         return Estimate(self._duration_ns, 0, "the option duration_ns")
 
     def poll(self) -> None:
@@ -92,6 +87,14 @@ class Reference:
         for region in [region for region in self._bytes if region.memory == self._info.name]:
             del self._bytes[region]
         self._queues.close()
+
+    def _check(self, command: Command, queue: int) -> Traffic:
+        self._arena.alive(verb(command))
+        traffic = check(self._info, command, queue)
+        for region, _ in segments(command):
+            if not region.phantom:
+                self._array(region)
+        return traffic
 
     def _start(self, completion: Completion) -> None:
         self._clock.call_at(self._clock.now() + self._duration_ns, self._end, completion)

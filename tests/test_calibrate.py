@@ -136,7 +136,7 @@ def test_least_squares_find_a_known_minimum_and_never_make_it_worse() -> None:
     at = np.arange(1.0, 9.0)
 
     def residuals(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return np.log((np.exp(x[0]) + np.exp(x[1]) * at) / (3.0 + 0.5 * at))
+        return np.asarray(np.log((np.exp(x[0]) + np.exp(x[1]) * at) / (3.0 + 0.5 * at)))
 
     start = np.log([1.0, 1.0])
     x, left, _ = minimise(residuals, start)

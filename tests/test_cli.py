@@ -23,7 +23,7 @@ from tierloop.tools.cli import exit_code, main
 from tierloop.tools.options import assignments, policy_options
 from tierloop.tools.output import OutputError
 
-COMMANDS = ("doctor", "list", "run", "compare", "demo", "bench", "conformance")
+COMMANDS = ("doctor", "list", "run", "compare", "demo", "bench", "conformance", "calibrate", "verify")
 SHORT = ("--prompt-tokens", "300", "--tokens", "3")
 
 

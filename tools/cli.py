@@ -38,6 +38,7 @@ from tierloop.devices.errors import (
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
 from tierloop.tools.bench_emulation import emulation
+from tierloop.tools.calibrate import calibrate
 from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
@@ -45,6 +46,7 @@ from tierloop.tools.doctor import doctor
 from tierloop.tools.listing import listing
 from tierloop.tools.output import OutputError
 from tierloop.tools.run import run
+from tierloop.tools.verify import verify
 
 GOOD, FAILED, WRONG_INPUT, INVALID = 0, 1, 2, 3
 
@@ -63,6 +65,8 @@ for command, name in (
     (demo, "demo"),
     (listing, "list"),
     (conformance, "conformance"),
+    (calibrate, "calibrate"),
+    (verify, "verify"),
 ):
     app.command(name)(command)
 

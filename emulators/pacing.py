@@ -62,11 +62,11 @@ def measure_rate(
 
 
 def measure_latency(target_ns: int, count: int) -> NDArray[np.int64]:
-    """Inject a latency `count` times in a row: by how much each differed from the target in ns, int64 (count,)."""
+    """Inject a latency `count` times in a row: how long after its time each ended, in ns, int64 (count,)."""
     from tierloop.devices.kernels.pace import Pace, ticks_per_ns
     from tierloop.devices.kernels.pace_loops import wait_again_and_again
 
     pace = Pace(count * target_ns, DEBT_NS)
-    ends = np.empty(count + 1, dtype=np.int64)
-    wait_again_and_again(ends, pace.address)
-    return np.rint(np.diff(ends) / ticks_per_ns() - target_ns).astype(np.int64)
+    late = np.empty(count, dtype=np.int64)
+    wait_again_and_again(late, pace.address)
+    return np.rint(late / ticks_per_ns()).astype(np.int64)

@@ -17,7 +17,7 @@ from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes, write_bytes
 from tierloop.emulators import device as emulated
 from tierloop.emulators.numerics import ASIDE_NBYTES, COPY_EARLY_NS, COPY_MARGIN
-from tierloop.emulators.pacing import DEBT_NS, late_start, measure_latency, measure_rate, pace_of
+from tierloop.emulators.pacing import late_start, measure_latency, measure_rate, pace_of
 from tierloop.emulators.promises import BUCKETS, Promises
 from tierloop.emulators.store import Store
 
@@ -150,10 +150,10 @@ def test_a_paced_read_is_never_faster_than_its_rate() -> None:
         assert worst_ns >= 0
 
 
-def test_an_injected_latency_is_never_shorter_on_average() -> None:
+def test_an_injected_latency_never_ends_before_its_time() -> None:
     errors = measure_latency(1_000, 200)
     assert errors.shape == (200,)
-    assert errors.sum() >= -DEBT_NS - 200  # the first wait may be late, and the others make up for that
+    assert errors.min() >= 0
 
 
 def test_what_a_kernel_writes_is_in_its_place_when_its_time_has_come(tmp_path: Path) -> None:

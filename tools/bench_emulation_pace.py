@@ -29,6 +29,8 @@ _RATE_NS, _LATENCY_NS = 5_000_000, 2_000_000
 """Runs are short, so that some are valid on a host that others use as well, and are tried all the more often."""
 _LEAST_TILES = 4
 _WAITS = (50, 1000)
+_LEAST_ERRORS = 1000
+"""Latencies that a percentile is taken of, at least: of 50, the 99th percentile would be the worst."""
 _SHORT = 4
 """Tries of a short run for each that is allowed of others."""
 _ANY_RATE = 10**15
@@ -47,6 +49,10 @@ class Effort:
     def short(self) -> Effort:
         """For runs of a few milliseconds."""
         return Effort(self.wanted, _SHORT * self.tries)
+
+    def at_least(self, wanted: int) -> Effort:
+        """For figures that need so many runs."""
+        return self if wanted <= self.wanted else Effort(wanted, -(-self.tries * wanted // self.wanted))
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class RateFigure:
 
 @dataclass(frozen=True)
 class LatencyFigure:
-    """By how much an injected latency differs from its target, in ns, as magnitudes; medians over runs."""
+    """By how much an injected latency differs from its target, in ns, as magnitudes, over all valid runs together."""
 
     target_ns: int
     p50_error_ns: float | None
@@ -155,15 +161,14 @@ def _latencies(
             progress(stage, number, len(targets_ns))
         count = min(max(_LATENCY_NS // target, _WAITS[0]), _WAITS[1])
 
-        def run(target: int = target, count: int = count) -> tuple[float, float] | None:
+        def run(target: int = target, count: int = count) -> list[int] | None:
             errors = np.abs(measure(target, count))
-            if errors.max() > min(DEBT_NS, count * target * LATENESS_PERCENT / 100):
-                return None
-            p50, p99 = np.percentile(errors, (50, 99)).tolist()
-            return p50, p99
+            late = errors.max() > min(DEBT_NS, count * target * LATENESS_PERCENT / 100)
+            return None if late else errors.tolist()
 
-        tried = attempt(run, effort.short())
-        p50, p99 = (statistics.median(values[i] for values in tried.values) if tried.values else None for i in (0, 1))
+        tried = attempt(run, effort.short().at_least(-(-_LEAST_ERRORS // count)))
+        errors = [error for one in tried.values for error in one]
+        p50, p99 = np.percentile(errors, (50, 99)).tolist() if errors else (None, None)
         figures.append(LatencyFigure(target, p50, p99, tried.invalid))
     if progress is not None:
         progress(stage, len(targets_ns), len(targets_ns))

@@ -7,7 +7,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.kernels.compiled import INT64, PAIR, address_of, kernel, load_int, store_int
-from tierloop.devices.kernels.pace import CYCLES, START, ticks, wait_for
+from tierloop.devices.kernels.pace import CYCLES, LENGTH, START, ticks, wait_for
 
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 
@@ -34,10 +34,11 @@ def read_in_tiles(data: NDArray[np.uint8], nbytes: int, tile_nbytes: int, pace: 
 
 
 @kernel(types.void, types.Array(types.int64, 1, "C"), INT64)
-def wait_again_and_again(ends: NDArray[np.int64], pace: int) -> None:
-    """Wait for each part of the time; when each wait ended goes to `ends`."""
-    count = ends.shape[0] - 1
+def wait_again_and_again(late: NDArray[np.int64], pace: int) -> None:
+    """Wait for each part of the time; by how many ticks each wait ended after its deadline goes to `late`."""
+    count = late.shape[0]
     store_int(pace + 8 * START, ticks(load_int(pace + 8 * CYCLES)))
-    for i in range(count + 1):
+    for i in range(1, count + 1):
+        due = load_int(pace + 8 * START) + np.int64(load_int(pace + 8 * LENGTH) * (i / count))
         wait_for(pace, i, count)
-        ends[i] = ticks(load_int(pace + 8 * CYCLES))
+        late[i - 1] = ticks(load_int(pace + 8 * CYCLES)) - due

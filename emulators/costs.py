@@ -7,7 +7,7 @@
 - Random accesses by cores (spans below a page on average) wait for latency: bytes under way / latency is their rate,
   with the loaded latency where the memory has curves, and nothing comes after it. `chase` waits at every line.
 - One transfer command moves at most `command_bytes_per_s`; every command occupies the executor's command processor for
-  `issue_ns`, beside everything else.
+  `issue_ns`, one after the other, before anything else begins.
 - `dense` moves weight_nbytes + activation_nbytes through the executor's own memory.
 - Where firmware runs the medium, it says how long the medium is busy, and with which share; the last unit still has to
   cross the links after that.
@@ -61,7 +61,7 @@ class Costs:
         sigma = self._sigma = fabric.dilation
         capacity = fabric.flows.capacity
         self._engine = Route([(engine.arithmetic, 1)], capacity, weight)
-        self._issue = Route([(engine.issue, 1)], capacity, weight) if profile.issue_ns else None
+        self._processor = engine.processor
         self._most = profile.command_bytes_per_s or FAR
         self._overhead_ns = profile.overhead_ns * sigma
         self._span_ns = profile.span_ns * sigma
@@ -104,8 +104,7 @@ class Costs:
         job = Job([(route, nbytes, self._most, latency_ns)] if nbytes else [], self._overhead_ns)
         if self._span_ns:
             job.fixed_ns += self._span_ns * len(spans)
-        if self._issue is not None:
-            job.demands.append((self._issue, self._profile.issue_ns, FAR, 0))
+        job.processor = self._processor
         if self._profile.mlp_lines and nbytes:
             self._scatter(job, key, source, target, nbytes)
         if on_firmware:
@@ -143,8 +142,7 @@ class Costs:
         rate = self._profile.dense_flops_per_s if dense else self._profile.flops_per_s
         if flops and rate:
             demands.append((self._engine, -(-flops * NS // rate), FAR, 0))
-        if self._issue is not None:
-            demands.append((self._issue, self._profile.issue_ns, FAR, 0))
+        job.processor = self._processor
         if isinstance(args, Dense):
             job.idle = args.function is None
             nbytes = args.weight_nbytes + args.activation_nbytes
@@ -217,8 +215,7 @@ class Costs:
         side = source if source is not None else target
         assert side is not None
         job = Job([], self._overhead_ns + self._span_ns * len(side.spans))
-        if self._issue is not None:
-            job.demands.append((self._issue, self._profile.issue_ns, FAR, 0))
+        job.processor = self._processor
         if not nbytes:
             return job
         small = [

@@ -179,7 +179,7 @@ class EmulatedDevice:
         self._check_media(command)
         cost = self._costs[queue].of(command, traffic, commit=False)
         now = self._clock.now()
-        duration = self._fabric.predict(cost.demands, now) + cost.fixed_ns - now
+        duration = self._fabric.predict(cost, now) + cost.fixed_ns - now
         margin = 0 if self._clock.virtual else -(-duration * LIMIT_PERCENT // 100)
         return Estimate(duration, margin, f"timing model of profile {self._profile.name}")
 
@@ -269,7 +269,7 @@ class EmulatedDevice:
         self._fabric.settle(job)
         if self._promises is not None:
             now = self._clock.now()
-            completion.overrun_ns = max(now - job.due, 0)
+            completion.overrun_ns = max(now - job.due, 0) + job.slip_ns
             self._promises.ended(completion, now)
         self._queues.finish(completion, error)
 

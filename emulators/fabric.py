@@ -124,6 +124,20 @@ class Medium:
         self.route = Route([(self.resource, 1)], flows.capacity)
 
 
+class CommandProcessor:
+    """What takes the commands of all queues of an executor, in the order of their coming, `issue_ns` each."""
+
+    __slots__ = ("free_at", "issue_ns")
+
+    def __init__(self, issue_ns: int) -> None:
+        self.issue_ns = issue_ns
+        self.free_at = 0
+
+    def end(self, now: int) -> int:
+        """When a command that comes now would be through."""
+        return max(now, self.free_at) + self.issue_ns
+
+
 Demand = tuple[Route, int, int, int]
 """One flow of a job: route, units of work, at most so many units/s, and the latency in ns once it has ended.
 
@@ -138,7 +152,8 @@ class Job:
     what firmware-run media of the executor's device move, `fault` why it will fail ("" if it will not), `idle` that it
     has nothing to move or compute. It is `due` when the last flow has ended and its latency has passed, and `over` when
     its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it. `pace` is
-    told when the end moves, if it keeps one; what its kernel has written may be kept `aside` until it is due.
+    told when the end moves, if it keeps one; what its kernel has written may be kept `aside` until it is due. Its flows
+    begin when it has passed its `processor`, which may be `slip_ns` late on the wall clock.
     """
 
     __slots__ = (
@@ -158,6 +173,8 @@ class Job:
         "outcome",
         "over",
         "pace",
+        "processor",
+        "slip_ns",
     )
 
     completion: Completion
@@ -178,6 +195,8 @@ class Job:
         self.outcome: Any = None
         self.pace: Pace | None = None
         self.aside: list[Any] = []
+        self.processor: CommandProcessor | None = None
+        self.slip_ns = 0
 
     def label(self) -> str:
         """What the trace calls it."""
@@ -236,9 +255,29 @@ class Fabric:
 
     def begin(self, job: Job, completion: Completion, end: Callable[[Job], None]) -> None:
         """Start a job's flows when its command has started; `end` is called on the clock's thread when it is due."""
-        now = due = completion.started_ns
+        now = completion.started_ns
         job.completion = completion
         job.end = end
+        processor = job.processor
+        if processor is None:
+            self._begin_flows(job, now)
+            return
+        job.due = self.predict(job, now) + job.fixed_ns
+        processor.free_at = through = processor.end(now)
+        self.clock.call_at(through, self._passed, job, through)
+
+    def _passed(self, job: Job, through: int) -> None:
+        """A command has passed the command processor."""
+        if job.over:
+            return
+        now = self.clock.now()
+        job.slip_ns = now - through
+        self._begin_flows(job, now)
+        if job.pace is not None:
+            job.pace.end_in(job.due - now)
+
+    def _begin_flows(self, job: Job, now: int) -> None:
+        due = now
         flows = self.flows
         if flows.shared:
             flows.advance(now)
@@ -259,9 +298,11 @@ class Fabric:
         if flows.shared:
             self._watch()
 
-    def predict(self, demands: list[Demand], now: int) -> int:
-        """When the last of these flows would end, latency included, if they began now and nothing else came."""
-        flows = self.flows
+    def predict(self, job: Job, now: int) -> int:
+        """When the last flow of a job would end, latency included, if it began now and nothing else came."""
+        flows, demands = self.flows, job.demands
+        if job.processor is not None:
+            now = job.processor.end(now)
         used = [resource for demand in demands for resource in demand[0].resources]
         if len(set(used)) == len(used) and all(flows.free(demand[0], now) for demand in demands):
             ends = [now + d[0].ns(d[1] * self.dilation, d[2]) + d[3] for d in demands]

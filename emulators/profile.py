@@ -76,10 +76,10 @@ class ExecutorProfile:
     """An executor. Times in ns, rates per second; 0 for what is not limited.
 
     Every command costs `overhead_ns`, and `span_ns` for each span that it moves, so that a transfer in pieces of n
-    bytes has the efficiency n / (n + rate · span_ns). It occupies the command processor, which all queues share, for
-    `issue_ns`. `bytes_per_s` caps all transfers at once and `command_bytes_per_s` one of them. Random accesses of a
-    command have `mlp_lines` lines under way (empty: no limit), so they move lines · 64 B / latency. `weights` holds the
-    share of each queue in what it competes for.
+    bytes has the efficiency n / (n + rate · span_ns). Before anything else it passes the command processor, which all
+    queues share and which takes `issue_ns` for each, one after the other. `bytes_per_s` caps all transfers at once and
+    `command_bytes_per_s` one of them. Random accesses of a command have `mlp_lines` lines under way (empty: no limit),
+    so they move lines · 64 B / latency. `weights` holds the share of each queue in what it competes for.
     """
 
     name: str

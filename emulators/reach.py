@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierloop.devices.platform_file import Hop
-from tierloop.emulators.fabric import Fabric, Medium
+from tierloop.emulators.fabric import CommandProcessor, Fabric, Medium
 from tierloop.emulators.profile import ExecutorProfile
 from tierloop.emulators.timing import NS, Mix, Route
 
@@ -48,4 +48,4 @@ class Engine:
         flows = fabric.flows
         self.arithmetic = flows.add(NS)
         self.copies = [(flows.add(profile.bytes_per_s), 1)] if profile.bytes_per_s else []
-        self.issue = flows.add(NS) if profile.issue_ns else -1
+        self.processor = CommandProcessor(profile.issue_ns * fabric.dilation) if profile.issue_ns else None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.machines import DEFINED, PROFILES, duration, executor, finish, number, open_machine
 from tierloop.devices.commands import Copy, Launch, Read, Write
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, Gone
 from tierloop.devices.kernels.contract import Chase, Gather
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
@@ -251,16 +251,30 @@ def test_one_command_moves_no_more_than_its_limit_and_two_move_twice_that(tmp_pa
         assert finish(machine, *both) == [MB + 440, MB + 440]
 
 
-def test_the_command_processor_limits_how_many_commands_there_are_not_how_long_one_takes(tmp_path: Path) -> None:
+def test_the_command_processor_takes_one_command_after_the_other(tmp_path: Path) -> None:
     with machine_with(tmp_path, number("issue_ns", 3_000)) as machine:
         dram = machine.devices["emu:dram"]
         near, card = dram.alloc(MB, phantom=True), machine.devices["emu:cxl"].alloc(MB, phantom=True)
-        tiny = [Copy(card.at(0, 4000), near.at(4000 * i, 4000)) for i in range(4)]
-        assert duration(machine, dram, tiny[0]) == 3_000
-        assert duration(machine, dram, Copy(card.at(0, 40_000), near.at(0, 40_000))) == 10_440
+        tiny = [Copy(card.at(0, 4), near.at(4 * i, 4)) for i in range(4)]
+        assert duration(machine, dram, tiny[0]) == 3_000 + 1 + 440
+        assert duration(machine, dram, Copy(card.at(0, 40_000), near.at(0, 40_000))) == 3_000 + 10_440
         start = machine.clock.now()
-        four = [dram.submit(tiny[queue], queue) for queue in range(4)]
-        assert [end - start for end in finish(machine, *four)] == [12_000] * 4
+        made = [dram.submit(tiny[queue], queue) for queue in range(3)]
+        expected = dram.estimate(tiny[3], 3)
+        made.append(dram.submit(tiny[3], 3))
+        assert [end - start for end in finish(machine, *made)] == [3_441, 6_441, 9_441, 12_441]
+        assert expected.duration_ns == 12_441
+
+
+def test_a_device_may_be_closed_while_its_command_processor_is_busy(tmp_path: Path) -> None:
+    with machine_with(tmp_path, number("issue_ns", 3_000)) as machine:
+        dram = machine.devices["emu:dram"]
+        card = machine.devices["emu:cxl"].alloc(MB, phantom=True)
+        flush = dram.submit(Copy(card.at(0, 4), card.at(8, 4)))
+        dram.close()
+        machine.clock.wait_until(10_000)
+        assert flush.done
+        assert isinstance(flush.error, Gone)
 
 
 def test_small_requests_have_the_efficiency_that_their_cost_leaves(tmp_path: Path) -> None:

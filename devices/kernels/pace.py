@@ -39,9 +39,10 @@ number of waits, and the histogram of lateness: place BUCKETS + k counts waits t
 NUM_BUCKETS = 40
 PACE = 1
 """Where the address of a pace lies behind a counter, in int64 places."""
-_SLEEP_US, _SPIN_US, _ROUGH_US = 200, 150, 50
-"""Sleep if more than the first is left, to the second before the deadline: sleeping overshoots by 14 to 70 µs. The
-third is the least that is worth a sleep to a pace that does not spin."""
+_SLEEP_US, _SPIN_US, _ROUGH_US = 500, 400, 50
+"""Sleep if more than the first is left, to the second before the deadline: sleeping overshoots by 14 to 70 µs, and one
+time in a hundred by more than 150 (waits of 1 ms, 99th percentile: 21 µs late with 150, 1 to 4 with 400). The third is
+the least that is worth a sleep to a pace that does not spin."""
 
 TILE_NBYTES = 1 << 16
 """Bytes between two looks at the time, where a kernel may choose: 100 looks/ms at 6.5 GB/s cost less than 1 %."""

@@ -150,6 +150,12 @@ class WallClock:
             call(*args)
 
 
+def spin_until(clock: Clock, t_ns: int) -> None:
+    """Let time pass until t_ns on a wall clock, running nothing: for the last µs before something is due."""
+    while clock.now() < t_ns:
+        pass
+
+
 def set_timer_slack() -> None:
     """Ask for 1 ns timer slack on this thread (PR_SET_TIMERSLACK = 29); harmless where it is not offered.
 

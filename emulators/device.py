@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tierloop.devices.clocks import spin_until
 from tierloop.devices.commands import Command, Copy, Launch, Read, Write, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
@@ -71,6 +72,9 @@ def open_emulated(name: str, site: Site, options: dict[str, Any]) -> EmulatedDev
         raise table.error("backing", f"{backing} is not a folder")
     return EmulatedDevice(name, site, read_profile(path, capacity, executors, constants), reaches, backing, numa_node)
 
+
+HANDLING_NS = 20_000
+"""What ending a command costs on the wall clock before it has ended, without the bytes that are moved then."""
 
 open_emulated.emulated = True  # type: ignore[attr-defined]  # what the registry looks at before it opens anything
 
@@ -226,8 +230,14 @@ class EmulatedDevice:
         if job.idle or job.fault or completion.traffic.phantom:
             job.outcome = (job.flops, None)
         self._jobs[completion] = job
+        is_small = False
+        if self._promises is not None and job.outcome is None:
+            is_small = self._numerics.is_small(completion.command)
+            job.lead_ns = HANDLING_NS
+            if is_small:
+                job.lead_ns += self._numerics.copy_ns(completion.command, self._host_bytes_per_s())
         self._fabric.begin(job, completion, self._due)
-        if self._promises is None or job.outcome is not None or self._numerics.is_small(completion.command):
+        if self._promises is None or job.outcome is not None or is_small:
             return
         command, length_ns = completion.command, job.due - completion.started_ns
         if self._occupies_core[completion.queue]:
@@ -267,11 +277,13 @@ class EmulatedDevice:
             own = completion.traffic.read.get(self._name, 0) + completion.traffic.written.get(self._name, 0)
             completion.media_nbytes = job.media_nbytes if job.media_nbytes != own else 0
         self._fabric.settle(job)
-        if self._promises is not None:
-            now = self._clock.now()
-            completion.overrun_ns = max(now - job.due, 0) + job.slip_ns
-            self._promises.ended(completion, now)
+        if self._promises is None:
+            self._queues.finish(completion, error)
+            return
+        spin_until(self._clock, job.due)
+        completion.overrun_ns = max(self._clock.now() - job.due, 0) + job.slip_ns
         self._queues.finish(completion, error)
+        self._promises.ended(completion, completion.ended_ns)
 
     def _computed(self, job: Job, outcome: Outcome) -> None:
         job.outcome = outcome

@@ -153,7 +153,8 @@ class Job:
     has nothing to move or compute. It is `due` when the last flow has ended and its latency has passed, and `over` when
     its end was called. `future` and `outcome` are the device's: its work on a thread, and what came of it. `pace` is
     told when the end moves, if it keeps one; what its kernel has written may be kept `aside` until it is due. Its flows
-    begin when it has passed its `processor`, which may be `slip_ns` late on the wall clock.
+    begin when it has passed its `processor`, which may be `slip_ns` late on the wall clock. Its end is called `lead_ns`
+    before it is due, where ending it takes time.
     """
 
     __slots__ = (
@@ -169,6 +170,7 @@ class Job:
         "flows",
         "future",
         "idle",
+        "lead_ns",
         "media_nbytes",
         "outcome",
         "over",
@@ -197,6 +199,7 @@ class Job:
         self.aside: list[Any] = []
         self.processor: CommandProcessor | None = None
         self.slip_ns = 0
+        self.lead_ns = 0
 
     def label(self) -> str:
         """What the trace calls it."""
@@ -293,8 +296,9 @@ class Fabric:
         if flows.moved:
             self._follow(now)
         else:
-            job.due = job.event = due + job.fixed_ns
-            self.clock.call_at(job.due, self._fire, job)
+            job.due = due + job.fixed_ns
+            job.event = job.due - job.lead_ns
+            self.clock.call_at(job.event, self._fire, job)
         if flows.shared:
             self._watch()
 
@@ -347,9 +351,9 @@ class Fabric:
         now = self.clock.now()
         if job.over or now < job.event:
             return
-        if job.due > now:
-            job.event = job.due
-            self.clock.call_at(job.due, self._fire, job)
+        if job.due - job.lead_ns > now:
+            job.event = job.due - job.lead_ns
+            self.clock.call_at(job.event, self._fire, job)
             return
         job.over = True
         job.end(job)
@@ -366,9 +370,9 @@ class Fabric:
             job.due = max(flow.finish + flow.latency_ns for flow in job.flows) + job.fixed_ns
             if job.pace is not None:
                 job.pace.end_in(job.due - now)
-            if job.due < job.event:
-                job.event = job.due
-                self.clock.call_at(job.due, self._fire, job)
+            if job.due - job.lead_ns < job.event:
+                job.event = job.due - job.lead_ns
+                self.clock.call_at(job.event, self._fire, job)
             for flow in job.flows:
                 links.update((link, None) for link, _ in flow.route.legs)
         for link in links:

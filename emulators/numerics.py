@@ -100,6 +100,11 @@ class Numerics:
             command = _kept_aside(command, aside)
         return self._pools[paced].submit(lambda: done(self._at_pace(device, command, pace)))
 
+    def copy_ns(self, command: Command, host_bytes_per_s: int) -> int:
+        """How long a small transfer takes on a host that reads and writes so many bytes/s."""
+        assert isinstance(command, (Read, Write, Copy))
+        return 2 * _nbytes(command) * 1_000_000_000 // host_bytes_per_s
+
     def lead_ns(self, command: Read | Write | Copy, host_bytes_per_s: int) -> int:
         """How long before its end a large transfer begins, on a host that reads and writes so many bytes/s."""
         return COPY_EARLY_NS + COPY_MARGIN * 2 * _nbytes(command) * 1_000_000_000 // host_bytes_per_s

@@ -25,7 +25,7 @@ from tierloop.devices.kernels.contract import LINE_NBYTES, Chase, Dense
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
 from tierloop.emulators.fabric import Demand, Fabric, Job
-from tierloop.emulators.profile import ExecutorProfile
+from tierloop.emulators.parts import ExecutorProfile
 from tierloop.emulators.reach import Engine, Reach
 from tierloop.emulators.spread import Part, deal
 from tierloop.emulators.timing import FAR, NS, WINDOW, Route

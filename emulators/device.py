@@ -43,7 +43,8 @@ from tierloop.emulators.fabric import Fabric, Job, Medium
 from tierloop.emulators.loads import Load, start_loads
 from tierloop.emulators.numerics import Numerics, Outcome
 from tierloop.emulators.pacing import late_start, pace_of
-from tierloop.emulators.profile import CHANGED, Profile, find_profile, read_profile
+from tierloop.emulators.parts import Profile
+from tierloop.emulators.profile import CHANGED, find_profile, read_profile
 from tierloop.emulators.promises import LIMIT_PERCENT, Promises
 from tierloop.emulators.reach import Engine
 from tierloop.emulators.store import Store

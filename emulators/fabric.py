@@ -27,7 +27,7 @@ from tierloop.devices.regions import Region
 from tierloop.devices.site import Occupancy, Site
 from tierloop.emulators.loaded import WHOLE as WHOLE_READS
 from tierloop.emulators.loaded import LoadedMedium
-from tierloop.emulators.profile import MemoryProfile
+from tierloop.emulators.parts import MemoryProfile
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import FAR, NS, Flow, Flows, Route
 from tierloop.firmware_models.media import WHOLE, Firmware

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tierloop.devices.platform_file import Hop
 from tierloop.emulators.fabric import CommandProcessor, Fabric, Medium
-from tierloop.emulators.profile import ExecutorProfile
+from tierloop.emulators.parts import ExecutorProfile
 from tierloop.emulators.timing import NS, Mix, Route
 
 

@@ -15,7 +15,7 @@ from tierloop.devices.kernels.contract import LINE_NBYTES
 from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
 from tierloop.emulators.fabric import Fabric, Job, Leg
-from tierloop.emulators.profile import ExecutorProfile, lines_of
+from tierloop.emulators.parts import ExecutorProfile, lines_of
 from tierloop.emulators.reach import Engine, Reach
 from tierloop.emulators.spread import SetReach
 from tierloop.emulators.timing import NS, WINDOW, Mix, Route

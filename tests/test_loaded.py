@@ -19,7 +19,7 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.emulators.loaded import Curves, LoadedMedium, fraction_of
-from tierloop.emulators.profile import lines_of
+from tierloop.emulators.parts import lines_of
 from tierloop.emulators.timing import FAR, NS, WINDOW, Flow, Flows, Route, dependent_rates
 
 MB = 1_000_000

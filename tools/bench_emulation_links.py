@@ -11,7 +11,8 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait
-from tierloop.emulators.profile import Profile, find_profile, read_profile
+from tierloop.emulators.parts import Profile
+from tierloop.emulators.profile import find_profile, read_profile
 from tierloop.tools.two_clocks import LATENESS_PERCENT, ChainLateness
 
 LINK = "pcie"

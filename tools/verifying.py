@@ -17,7 +17,8 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.host_speed import host_speed, smallest_dilation
 from tierloop.devices.registry import ClockKind
 from tierloop.devices.tables import Table, read_toml
-from tierloop.emulators.profile import Profile, read_profile
+from tierloop.emulators.parts import Profile
+from tierloop.emulators.profile import read_profile
 from tierloop.tools.calibrating_model import emulate, model_pool, predict
 from tierloop.tools.calibration import most_streams
 from tierloop.tools.measuring import Point, Rig, Subject

@@ -15,7 +15,7 @@ that were measured the nearest curve counts.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 WHOLE = 1000
@@ -33,6 +33,7 @@ class Curves:
     """
 
     curves: tuple[tuple[int, tuple[Point, ...]], ...]
+    _mixes: dict[int, _Mix] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fractions = [fraction for fraction, _ in self.curves]
@@ -55,38 +56,48 @@ class Curves:
 
     def cap(self, fraction: int) -> int:
         """The highest rate at that read fraction, in bytes/s."""
-        below, above, weight, whole = self._around(fraction)
-        return below[-1][0] + (above[-1][0] - below[-1][0]) * weight // whole
+        return self._mix(fraction).cap
 
     def latency_ns(self, rate: int, fraction: int) -> int:
         """The latency while the memory moves `rate` bytes/s, at most the cap, with that read fraction."""
-        below, above, weight, whole = self._around(fraction)
-        cap = self.cap(fraction)
-        low = _at(below, rate * below[-1][0] // cap)
-        if below is above:
+        mix = self._mixes.get(fraction) or self._mix(fraction)
+        low = _at(mix.below, rate * mix.below_cap // mix.cap)
+        if not mix.weight:
             return low
-        return low + (_at(above, rate * above[-1][0] // cap) - low) * weight // whole
+        return low + (_at(mix.above, rate * mix.above_cap // mix.cap) - low) * mix.weight // mix.whole
 
     @property
     def idle_ns(self) -> int:
         """The latency of an idle memory for reads."""
         return self.latency_ns(0, WHOLE)
 
-    def _around(self, fraction: int) -> tuple[tuple[Point, ...], tuple[Point, ...], int, int]:
-        """The curves below and above a read fraction, and where between them it lies: weight / whole."""
-        curves = self.curves
-        place = bisect_right(curves, fraction, key=lambda curve: curve[0])
-        if place == 0:
-            return curves[0][1], curves[0][1], 0, 1
-        if place == len(curves):
-            return curves[-1][1], curves[-1][1], 0, 1
-        (low, below), (high, above) = curves[place - 1], curves[place]
-        return below, above, fraction - low, high - low
+    def _mix(self, fraction: int) -> _Mix:
+        """What is known of a read fraction, found once."""
+        mix = self._mixes.get(fraction)
+        if mix is None:
+            place = bisect_right(self.curves, fraction, key=lambda curve: curve[0])
+            (low, below) = self.curves[max(place - 1, 0)]
+            (high, above) = self.curves[min(place, len(self.curves) - 1)]
+            mix = self._mixes[fraction] = _Mix(below, above, max(fraction - low, 0), max(high - low, 1))
+        return mix
 
 
-def _at(points: tuple[Point, ...], rate: int) -> int:
-    """The latency on one curve."""
-    place = bisect_right(points, rate, key=lambda point: point[0])
+class _Mix:
+    """A read fraction between two curves: at weight / whole from the one below to the one above."""
+
+    __slots__ = ("above", "above_cap", "below", "below_cap", "cap", "weight", "whole")
+
+    def __init__(self, below: tuple[Point, ...], above: tuple[Point, ...], weight: int, whole: int) -> None:
+        self.below, self.above = ([p[0] for p in below], below), ([p[0] for p in above], above)
+        self.below_cap, self.above_cap = below[-1][0], above[-1][0]
+        self.weight, self.whole = weight if below is not above else 0, whole
+        self.cap = self.below_cap + (self.above_cap - self.below_cap) * self.weight // whole
+
+
+def _at(curve: tuple[list[int], tuple[Point, ...]], rate: int) -> int:
+    """The latency on one curve, given as its rates and its points."""
+    rates, points = curve
+    place = bisect_right(rates, rate)
     if place == 0:
         return points[0][1]
     if place == len(points):

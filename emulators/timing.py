@@ -361,9 +361,11 @@ def dependent_rates(flows: list[Flow], capacity: list[int]) -> None:
     fractions = {r: fraction_of(read, written) for r, (_, read, written) in mixes.items() if read or written}
     low = dict.fromkeys(fractions, 0)
     high = {resource: mixes[resource][0].curves.cap(fraction) for resource, fraction in fractions.items()}
-    for turn in range(_HALVINGS + 1 if fractions else 1):
-        at = high if turn == _HALVINGS else {r: (low[r] + high[r]) // 2 for r in fractions}
-        latency = {r: mixes[r][0].curves.latency_ns(at[r], fraction) for r, fraction in fractions.items()}
+
+    def latencies(at: dict[int, int]) -> dict[int, int]:
+        return {r: mixes[r][0].curves.latency_ns(at[r], fraction) for r, fraction in fractions.items()}
+
+    def settle(latency: dict[int, int]) -> None:
         for flow in flows:
             route = flow.route
             if route.window:
@@ -372,6 +374,12 @@ def dependent_rates(flows: list[Flow], capacity: list[int]) -> None:
                 if flow.most * flow.cap_per <= flow.cap:
                     flow.cap, flow.cap_per = flow.most, 1
         fair_rates(flows, capacity)
+
+    for _ in range(_HALVINGS):
+        if latencies(low) == latencies(high):  # to the ns: nothing that is left to find would change a rate
+            break
+        at = {r: (low[r] + high[r]) // 2 for r in fractions}
+        settle(latencies(at))
         for resource in fractions:
             moved, per = 0, 1
             for flow in flows:
@@ -383,6 +391,7 @@ def dependent_rates(flows: list[Flow], capacity: list[int]) -> None:
                 low[resource] = at[resource]
             else:
                 high[resource] = at[resource]
+    settle(latencies(high))
 
 
 def _mix(mixes: dict[int, tuple[LoadedMedium, int, int]], route: Route) -> None:

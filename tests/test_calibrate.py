@@ -55,8 +55,9 @@ def few(plan: Plan) -> Plan:
 
 
 def no_score(plan: Plan) -> Plan:
-    """Without the streams of kernels."""
-    return replace(plan, points=tuple(point for point in plan.points if point.load != "score"))
+    """What a knee needs: latencies, and whole streams of transfers; without the streams of kernels."""
+    keep = [p for p in plan.points if p.load != "score" and (p.verb == "chase" or p.pattern == "sequential")]
+    return replace(plan, points=tuple(keep))
 
 
 def calibrated(folder: Path, device: str, change: Callable[[Plan], Plan] = lambda plan: plan) -> Calibration:

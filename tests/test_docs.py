@@ -139,6 +139,8 @@ def test_every_command_and_option_is_documented() -> None:
         "bench",
         "bench attention",
         "bench emulation",
+        "calibrate",
+        "verify",
         "conformance",
     }
     for command, options in commands.items():

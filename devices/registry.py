@@ -251,6 +251,8 @@ def _blamed(file: PlatformFile, name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except ConfigurationError as error:
+        if str(error).startswith(str(_error(file, name, ""))):  # blamed already, by a call inside
+            raise
         raise _error(file, name, str(error)) from error
 
 

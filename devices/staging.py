@@ -95,6 +95,8 @@ def staged_copy(
     nbytes = source.spans.nbytes
     if not nbytes:
         return StagedCopy((), 0)
+    if chunk_nbytes is not None and (isinstance(chunk_nbytes, bool) or not isinstance(chunk_nbytes, int)):
+        raise ValueError(f"a chunk of {chunk_nbytes!r} bytes; allowed: a whole number")
     largest, smallest = _limits(nbytes, stages, grid, chunk_nbytes or 0)
     if chunk_nbytes is None:
         chunk_nbytes = _best_chunk(source, target, stages, grid, smallest, largest)

@@ -234,6 +234,7 @@ class Fabric:
         self.regions = Regions()
         self.links = {name: Link(spec, self.flows, site.clock) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []
+        self._passing: dict[Job, int] = {}  # in a command processor, and until when
         self._tick_at = FAR
         site.links.update(self.links)  # type: ignore[arg-type]  # busy_ns is worked out when it is asked for
 
@@ -267,12 +268,14 @@ class Fabric:
             return
         job.due = self.predict(job, now) + job.fixed_ns
         processor.free_at = through = processor.end(now)
+        self._passing[job] = through
         self.clock.call_at(through, self._passed, job, through)
 
     def _passed(self, job: Job, through: int) -> None:
         """A command has passed the command processor."""
         if job.over:
             return
+        del self._passing[job]
         now = self.clock.now()
         job.slip_ns = now - through
         self._begin_flows(job, now)
@@ -308,12 +311,19 @@ class Fabric:
         if job.processor is not None:
             now = job.processor.end(now)
         used = [resource for demand in demands for resource in demand[0].resources]
-        if len(set(used)) == len(used) and all(flows.free(demand[0], now) for demand in demands):
+        if not self._passing and len(set(used)) == len(used) and all(flows.free(demand[0], now) for demand in demands):
             ends = [now + d[0].ns(d[1] * self.dilation, d[2]) + d[3] for d in demands]
             return max(ends, default=now)
         twin = flows.copy()
-        twin.advance(now)
-        started = [twin.arrive(now, work, route, cap, latency_ns) for route, work, cap, latency_ns in demands]
+        started: list[Flow] = []
+        for at, coming in sorted(
+            [*((through, other) for other, through in self._passing.items()), (now, job)], key=_at
+        ):
+            twin.advance(at)
+            for route, work, cap, latency_ns in coming.demands:
+                flow = twin.arrive(at, work, route, cap, latency_ns)
+                if coming is job:
+                    started.append(flow)
         while any(flow in twin.shared for flow in started):
             twin.advance(twin.next_departure())
         return max((flow.finish + flow.latency_ns for flow in started), default=now)
@@ -326,6 +336,7 @@ class Fabric:
             if flow.finish > now:
                 self.flows.leave(flow, now)
         job.over = True
+        self._passing.pop(job, None)
         for flow in job.flows:
             for link, _ in flow.route.legs:
                 link.revise(self.flows, now)
@@ -391,6 +402,10 @@ class Fabric:
         self.flows.advance(at)
         self._follow(at)
         self._watch()
+
+
+def _at(arrival: tuple[int, Job]) -> int:
+    return arrival[0]
 
 
 def _two_rates(flows: Flows, one: int, other: int) -> tuple[int, int, int]:

@@ -64,6 +64,7 @@ class Numerics:
         self._kernels: tuple[Callable[..., int], Callable[..., None]] | None = None
         if not fabric.clock.virtual:
             self._load()  # a kernel that compiles while its time runs would break the promise
+            self._learn_ticks()
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
     @classmethod
@@ -143,6 +144,12 @@ class Numerics:
 
         self._kernels = (run, copy_bytes)
         return self._kernels
+
+    def _learn_ticks(self) -> None:
+        """Measure the cycle counter now: at the first paced command it would take 50 ms of its time."""
+        from tierloop.devices.kernels.pace import ticks_per_ns
+
+        ticks_per_ns()
 
     def _at_pace(self, device: str, command: Command, pace: Pace | None) -> Outcome:
         if pace is None:

@@ -50,9 +50,9 @@ class Interleave:
         arithmetic: Literal["modulo", "xor"] = "modulo",
         xormaps: Sequence[int] | None = None,
     ) -> None:
-        if isinstance(ways, bool) or ways not in WAYS:
+        if isinstance(ways, (bool, float)) or ways not in WAYS:
             raise ValueError(f"{ways!r} ways; an HDM decoder has {', '.join(map(str, WAYS))}")
-        if isinstance(granule_nbytes, bool) or granule_nbytes not in GRANULES:
+        if isinstance(granule_nbytes, (bool, float)) or granule_nbytes not in GRANULES:
             raise ValueError(f"a granule of {granule_nbytes!r} bytes; allowed: {', '.join(map(str, GRANULES))}")
         if arithmetic not in ARITHMETICS:
             raise ValueError(f"arithmetic {arithmetic!r}; allowed: {' or '.join(ARITHMETICS)}")

@@ -149,6 +149,8 @@ def test_a_span_cut_in_two_holds_the_same_bytes(interleave: Interleave, offset: 
         ((5,), "5 ways; an HDM decoder has 1, 2, 3, 4, 6, 8, 12, 16"),
         ((0,), "0 ways"),
         ((True,), "True ways"),
+        ((2.0,), "2.0 ways"),
+        ((2, 256.0), "a granule of 256.0 bytes"),
         ((2, 128), "a granule of 128 bytes; allowed: 256, 512, 1024, 2048, 4096, 8192, 16384"),
         ((2, 300), "a granule of 300 bytes"),
         ((2, 32_768), "a granule of 32768 bytes"),

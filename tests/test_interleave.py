@@ -570,6 +570,14 @@ def test_a_set_that_cannot_be_is_refused(tmp_path: Path, table: str, message: st
     assert "devices.pool" in str(caught.value)
 
 
+def test_a_mistake_is_blamed_on_the_file_once(tmp_path: Path) -> None:
+    path = write_machine(tmp_path)
+    path.write_text(path.read_text() + '[devices.pool]\ndriver = "interleaved"\nmembers = ["cxl"]\npolicy = "none"\n')
+    with pytest.raises(ConfigurationError) as refusal:
+        open_platform(path)
+    assert str(refusal.value).count("machine.toml: devices.pool: ") == 1
+
+
 def test_members_that_are_too_small_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="too small to hold 8192 bytes together"):
         open_pool(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -365,3 +366,16 @@ def test_a_refusal_points_at_the_line(tmp_path: Path) -> None:
     line = 1 + profile[: profile.index("-5")].count("\n")
     with pytest.raises(ConfigurationError, match=rf"dram\.toml, line {line}: memory\.curves\[1\]\.points: -5 given"):
         open_machine(tmp_path, profiles={"dram": profile})
+
+
+@given(st.integers(0, 12_000), st.integers(1, 100_000), st.integers(1, 100_000))
+def test_an_estimate_counts_what_is_still_in_a_command_processor(wait_ns: int, first: int, second: int) -> None:
+    with TemporaryDirectory() as folder, machine_with(Path(folder), number("issue_ns", 5_000)) as machine:
+        dram = machine.devices["emu:dram"]
+        near, card = dram.alloc(MB, phantom=True), machine.devices["emu:cxl"].alloc(MB, phantom=True)
+        earlier = dram.submit(Copy(card.at(0, first), near.at(0, first)), 0)
+        machine.clock.wait_until(wait_ns)
+        command, start = Copy(card.at(first, second), near.at(first, second)), machine.clock.now()
+        expected = dram.estimate(command, 1).duration_ns
+        later = dram.submit(command, 1)
+        assert finish(machine, earlier, later)[1] - start == expected

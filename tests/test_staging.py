@@ -339,6 +339,8 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_queued(machine
         (source.all(), target.all(), [Stage(cores.device, 9, bounce), engine], None, "emu:dram has no queue 9"),
         (source.all(), target.all(), stages, 0, f"a chunk of 0 bytes; allowed: 256 to {half}, in multiples of 1"),
         (source.all(), target.all(), stages, half + 1, f"a chunk of {half + 1} bytes; allowed: 256 to {half}"),
+        (source.all(), target.all(), stages, 4096.0, "a chunk of 4096.0 bytes; allowed: a whole number"),
+        (source.all(), target.all(), stages, "4096", "a chunk of '4096' bytes; allowed: a whole number"),
         (source.all(), target.all(), stages, 255, "a chunk of 255 bytes; allowed: 256"),
     ]
     for take, put, way, chunk, message in wrong:

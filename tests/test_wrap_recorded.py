@@ -180,6 +180,26 @@ def test_a_file_that_cannot_be_made_is_refused_with_the_reason(tmp_path: Path) -
         recorded(site(), tmp_path / "nowhere" / "a.jsonl")
 
 
+def test_a_path_that_is_none_is_refused(tmp_path: Path) -> None:
+    on = site()
+    with pytest.raises(ConfigurationError, match="embedded null byte"):
+        reference(on, [lambda device, inside: Recorded(device, inside, tmp_path / "a\0b")])
+
+
+def test_two_devices_are_not_recorded_in_one_file(tmp_path: Path) -> None:
+    on, path = site(), tmp_path / "a.jsonl"
+    one = reference(on, [lambda device, inside: Recorded(device, inside, path, replace=True)])
+    one.alloc(8)
+    (tmp_path / "b.jsonl").symlink_to(path)
+    before = path.read_bytes()
+    with pytest.raises(ConfigurationError, match="another device of the platform is recorded in it"):
+        reference(
+            on, [lambda device, inside: Recorded(device, inside, tmp_path / "b.jsonl", replace=True)], 1, "emu:other"
+        )
+    assert path.read_bytes() == before
+    one.close()
+
+
 def test_a_killed_process_leaves_every_line_that_was_written(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; import numpy as np; from pathlib import Path\n"

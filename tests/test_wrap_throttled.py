@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.machines import write_machine
-from tests.wrapping import ended, every_command, failed, filled, reference, site
+from tests.wrapping import Layer, ended, every_command, failed, filled, reference, site
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Command, Copy, Launch, Read, Traffic, Write
 from tierloop.devices.completion import Completion
@@ -24,7 +24,7 @@ from tierloop.devices.errors import ConfigurationError, MediaError
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.registry import open_platform
 from tierloop.devices.site import Site
-from tierloop.devices.wrappers import Throttled, wrapped
+from tierloop.devices.wrappers import Delayed, Latency, Throttled, wrapped
 from tierloop.devices.wrappers.throttled import CATCH_UP_NS
 from tierloop.emulators.device import open_emulated
 
@@ -306,3 +306,14 @@ def test_copies_of_other_devices_into_its_memory_do_not_pass_through(tmp_path: P
             copy = Copy(host.alloc(4096).all(), gpu.alloc(4096).all())
             ends.append(ended(platform.clock, gpu.submit(copy, 2)))
     assert ends[0] == ends[1]
+
+
+def test_in_a_stack_the_margin_of_an_estimate_says_what_is_not_known() -> None:
+    on = site()
+    layers: list[Layer] = [
+        lambda device, inside: Delayed(device, inside, Latency(700), Latency(300)),
+        lambda device, inside: Throttled(device, inside, 1_000_000_000),
+    ]
+    device = reference(on, layers)
+    estimate = device.estimate(Read(device.alloc(1000).all(), np.empty(1000, dtype=np.uint8)))
+    assert estimate.margin_ns >= estimate.duration_ns

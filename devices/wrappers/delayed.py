@@ -83,11 +83,13 @@ class Delayed(Around):
         )
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
-        """With the usual latency; the margin covers the longer one."""
+        """With the usual latency; the margin covers the longer one, and around another wrapper what waits there."""
         inner = self.inner.estimate(command, queue)
         latency, sigma = self._latencies[type(command)], self.info.dilation
         margin = inner.margin_ns + (latency.tail_ns - latency.ns) * sigma
-        return Estimate(inner.duration_ns + latency.ns * sigma, margin, f"{inner.source}; {self.what}")
+        duration = inner.duration_ns + latency.ns * sigma
+        margin = max(margin, duration) if isinstance(self.inner, Around) else margin
+        return Estimate(duration, margin, f"{inner.source}; {self.what}")
 
     def _describe(self, inner: DeviceInfo) -> DeviceInfo:
         info = super()._describe(inner)

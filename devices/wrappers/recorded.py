@@ -45,14 +45,25 @@ class Recorded(Around):
         self._mine = not replace
         self._lost: MediaError | None = None
         self.what = f"recorded in {self._path.name}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replace else os.O_EXCL)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if replace else os.O_EXCL)
         try:
             self._file = os.open(self._path, flags, 0o644)
+        except ValueError as error:  # a path with a zero in it
+            raise ConfigurationError(f"recorded: {str(self._path)!r}: {error}") from error
         except FileExistsError as error:
             raise ConfigurationError(f"recorded: {self._path} is there already; replace = true replaces it") from error
         except OSError as error:
             raise ConfigurationError(f"recorded: {self._path}: {error.strerror or error}") from error
         self._open = True
+        status = os.fstat(self._file)
+        self._place = (status.st_dev, status.st_ino)
+        places: set[tuple[int, int]] = site.shared.setdefault("recorded", set())
+        if self._place in places:
+            os.close(self._file)
+            raise ConfigurationError(f"recorded: {self._path}: another device of the platform is recorded in it")
+        places.add(self._place)
+        os.ftruncate(self._file, 0)
+        self._places = places
 
     @property
     def info(self) -> DeviceInfo:
@@ -90,6 +101,7 @@ class Recorded(Around):
         finally:
             if self._open:
                 self._open = False
+                self._places.discard(self._place)
                 os.close(self._file)
                 if self._mine and not self._written:  # the device could not even be opened
                     self._path.unlink(missing_ok=True)

@@ -52,13 +52,18 @@ class Throttled(Around):
         self.what = f"throttled to {_gb(self._rates[0])} read and {_gb(self._rates[1])} written"
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
-        """When the share would end, or the device inside if that is later; exact under the virtual clock."""
+        """When the share would end, or the device inside if that is later.
+
+        Exact under the virtual clock around a device. Around another wrapper, what waits in one of the two is not known
+        to the other: the margin is all of it then.
+        """
         inner = self.inner.estimate(command, queue)
         self.info  # noqa: B018  # settles dilation and names
         now = self._clock.now()
         begin, end = self._share(command, Traffic(command), now)
         duration = max(self._ns(end), self._ns(begin) + inner.duration_ns) - now
-        return Estimate(duration, inner.margin_ns, f"{inner.source}; {self.what}")
+        margin = max(inner.margin_ns, duration) if isinstance(self.inner, Around) else inner.margin_ns
+        return Estimate(duration, margin, f"{inner.source}; {self.what}")
 
     def _describe(self, inner: DeviceInfo) -> DeviceInfo:
         info = super()._describe(inner)

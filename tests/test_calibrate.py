@@ -402,7 +402,7 @@ def test_an_output_that_is_an_input_is_refused(
         return tmp_path / name
 
     symlink = os.symlink
-    for number, arguments in enumerate(
+    for case, arguments in enumerate(
         [
             ("verify", file, "--report", linked(file, "0.toml")),
             ("verify", "demo-dram", "--device", f"nvme:{file}", "--scratch", "--report", linked(file, "1.html")),
@@ -413,7 +413,7 @@ def test_an_output_that_is_an_input_is_refused(
     ):
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         code, _, err = run_cli(*arguments)
-        assert (code, "which is an input" in err) == (2, True), (number, err)
+        assert (code, "which is an input" in err) == (2, True), (case, err)
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

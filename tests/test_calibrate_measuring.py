@@ -312,7 +312,7 @@ def test_without_resume_a_journal_that_is_there_is_refused_and_kept(
 ) -> None:
     file = tmp_path / "journal"
     file.write_text(text)
-    with pytest.raises(OutputError, match="--resume.*remove it"):
+    with pytest.raises(OutputError, match=r"--resume.*remove it"):
         Journal(file, HEADER, resume=False)
     assert file.read_text() == text
 
@@ -359,12 +359,14 @@ class Disk:
 def test_a_full_disk_is_said_in_one_line_and_resumed_from(subject: Subject, tmp_path: Path, room: int) -> None:
     file = tmp_path / "journal"
     rig: Any = Fake(subject)
-    with (
-        pytest.raises(OutputError, match="journal: cannot be written: No space left"),
-        Journal(file, HEADER, resume=False) as journal,
-    ):
-        journal._out = Disk(journal._out, room)  # type: ignore[assignment]  # a file, but for its room
-        measure(rig, PLAN, journal=journal)
+
+    def fill() -> None:
+        with Journal(file, HEADER, resume=False) as journal:
+            journal._out = Disk(journal._out, room)  # type: ignore[assignment]  # a file, but for its room
+            measure(rig, PLAN, journal=journal)
+
+    with pytest.raises(OutputError, match="journal: cannot be written: No space left"):
+        fill()
     rest: Any = Fake(subject)
     measured = kept(rest, file, resume=True)
     assert len(rest.calls) == 15 - (len(rig.calls) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -113,6 +114,36 @@ def test_a_knee_is_found_and_verified(tmp_path: Path) -> None:
     assert max(one.expected.value for one in loaded) > 3 * min(one.expected.value for one in loaded)
     assert max(abs(one.error) for one in loaded) < 0.01
     assert checked.failures == []
+
+
+def test_a_memory_that_is_not_the_hosts_is_only_read_by_a_read(tmp_path: Path) -> None:
+    found = calibrated(tmp_path, "demo:cxl")
+    memory = read_profile(tmp_path / "found.toml").memory
+    assert memory is not None
+    assert memory.read_bytes_per_s == pytest.approx(12_000_000_000, rel=0.01)
+    assert memory.write_bytes_per_s == pytest.approx(8_000_000_000, rel=0.01)
+    assert memory.latency_ns == 250  # 150 of the card, 100 of the link to it
+    assert found.fit.mean_error < 0.01
+    checked = verify(tmp_path / "found.toml", clock="virtual")
+    assert checked.mean_error == pytest.approx(found.fit.mean_error, rel=0.01)
+    assert checked.coverage == 1.0
+
+
+def test_a_small_memory_is_calibrated_and_verified_in_smaller_pools(tmp_path: Path) -> None:
+    text = PLAIN + number("capacity", 24 * MIB)
+    path = write_platform(tmp_path, text, number("overhead_ns", 5_000))
+    profile = tmp_path / "mem.toml"
+    lines = profile.read_text().splitlines()
+    profile.write_text("\n".join(line for line in lines if "268435456" not in line))
+    calibrated(tmp_path, f"{path}:mem")
+    memory = read_profile(tmp_path / "found.toml").memory
+    assert memory is not None
+    assert memory.capacity == 24 * MIB
+    assert memory.read_bytes_per_s == pytest.approx(20_000_000_000, rel=0.01)
+    assert memory.write_bytes_per_s == pytest.approx(10_000_000_000, rel=0.01)
+    checked = verify(tmp_path / "found.toml", clock="virtual")
+    assert checked.coverage == 1.0
+    assert checked.mean_error < 0.03
 
 
 def test_a_drive_is_calibrated_as_a_memory_of_blocks(tmp_path: Path) -> None:
@@ -240,6 +271,45 @@ def test_an_emulation_that_came_late_is_invalid_and_not_slow(profile: Path, monk
     assert found.failures == []
 
 
+def test_a_device_is_compared_with_the_points_before_anything_is_measured(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierloop.tools import verifying
+
+    calibrated(tmp_path, "demo:nvme", few)
+    monkeypatch.setattr(verifying, "measure", lambda *arguments, **options: pytest.fail("measured"))
+    monkeypatch.setattr(verifying, "predict", lambda *arguments, **options: pytest.fail("predicted"))
+    for path, device, said in (
+        (profile, f"nvme:{tmp_path}/", "a memory of blocks"),
+        (tmp_path / "found.toml", "demo:dram", "a memory of bytes"),
+        (profile, "nope", "allowed: cpu"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            verify(path, clock="virtual", device=device)
+
+
+def test_a_profile_that_has_no_room_for_its_points_is_refused_with_what_is_needed(
+    profile: Path, tmp_path: Path
+) -> None:
+    small = edited(profile, tmp_path, "value = 268435456", f"value = {40 * MIB}")
+    with pytest.raises(ConfigurationError, match=r"has 41943040 bytes; .* \d+ are needed"):
+        verify(small, clock="virtual")
+
+
+def test_points_that_stand_twice_or_not_at_all_are_refused(profile: Path, tmp_path: Path) -> None:
+    head, point, *_ = profile.read_text().split("[[calibration.points]]")
+    path = tmp_path / "edited.toml"
+    for text, said in (
+        (f"{head}[[calibration.points]]{point}[[calibration.points]]{point}", "stands at points.0. already"),
+        (head, "calibration.points: missing"),
+        (f"{head}points = []", "at least one"),
+        (head.partition("[calibration]")[0] + "[calibration]", "calibration.version: missing"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=said):
+            verify(path, clock="virtual")
+
+
 def test_bounds_of_a_drive_are_wider_for_latency(tmp_path: Path) -> None:
     calibrated(tmp_path, "demo:nvme", few)
     bounds = verify(tmp_path / "found.toml", clock="virtual").bounds
@@ -251,6 +321,8 @@ def test_bounds_of_a_drive_are_wider_for_latency(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("version = 1", "version = 2", "calibration.version"),
+        ("version = 1", "version = 1\ncolour = 3", "calibration.colour: unknown key"),
+        ("host_apart = false", "host_apart = 0", "calibration.host_apart"),
         ('pattern = "idle"', 'pattern = "ilde"', "pattern"),
         ("depth = 1\n", "depth = 0\n", "depth"),
         ("read_fraction = 1.0", "read_fraction = 1.5", "read_fraction"),
@@ -308,6 +380,56 @@ def test_an_error_above_the_bound_ends_with_1(run_cli: RunCli, profile: Path, tm
     assert "idle chase" in out
     assert "FAILED" in err
     assert run_cli("verify", wrong, "--clock", "virtual", "--bound", "50")[0] == 0
+
+
+def test_a_model_that_does_not_describe_the_device_ends_with_1(run_cli: RunCli, tmp_path: Path) -> None:
+    output = tmp_path / "nvme.toml"
+    code, _, err = run_cli("calibrate", "demo:nvme", "-o", output, "--quick", "--clock", "virtual")
+    assert code == 1
+    assert [line for line in err.splitlines() if line.startswith("FAILED: the model is off by ")]
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme.toml"]
+    assert read_profile(output).memory is not None
+
+
+@pytest.mark.parametrize("link", ["the same", "symbolic", "hard"])
+def test_an_output_that_is_an_input_is_refused(
+    run_cli: RunCli, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    file = tmp_path / "drive.toml"
+    text = profile.read_text()
+    file.write_text(text)
+    platform = write_platform(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def linked(target: Path, name: str) -> Path:
+        if link == "the same":
+            return target
+        (symlink if link == "symbolic" else os.link)(target, tmp_path / name)
+        return tmp_path / name
+
+    symlink = os.symlink
+    for case, arguments in enumerate(
+        [
+            ("verify", file, "--report", linked(file, "0.toml")),
+            ("verify", "demo-dram", "--device", f"nvme:{file}", "--scratch", "--report", linked(file, "1.html")),
+            ("calibrate", f"nvme:{file}", "--scratch", "-o", linked(file, "2.toml")),
+            ("calibrate", f"{platform}:mem", "-o", linked(platform, "3.toml")),
+            ("calibrate", f"{platform}:mem", "-o", linked(tmp_path / "mem.toml", "4.toml")),
+        ]
+    ):
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        code, _, err = run_cli(*arguments)
+        assert (code, "which is an input" in err) == (2, True), (case, err)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_journal_that_is_the_medium_is_refused(run_cli: RunCli, tmp_path: Path) -> None:
+    medium = tmp_path / "x.toml.journal"
+    medium.write_bytes(b"precious" * 1024)
+    code, _, err = run_cli("calibrate", f"nvme:{medium}", "--scratch", "-o", tmp_path / "x.toml", "--resume")
+    assert code == 2
+    assert "which is an input" in err
+    assert medium.read_bytes() == b"precious" * 1024
 
 
 def test_too_few_points_that_count_end_with_3(run_cli: RunCli, profile: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from tierloop.tools.measuring import Point, Reading, Rig, Subject, last_cache_nb
 from tierloop.tools.measuring_passes import TRIES, Journal, Measured, confidence_interval, measure
 from tierloop.tools.measuring_plan import Plan, plan
 from tierloop.tools.measuring_subjects import of_platform, open_subject
+from tierloop.tools.output import OutputError
 
 MIB = 1 << 20
 READ = Point("sequential", "transfer", MIB, MIB, 1)
@@ -164,6 +167,8 @@ def test_a_memory_without_executors_is_measured_through_the_host(tmp_path: Path)
         subject = of_platform(machine, "cxl")
         assert subject.engine.info.name == "emu:dram"
         assert subject.memory.name == "emu:cxl"
+        assert subject.apart
+        assert not of_platform(machine, "dram").apart
 
 
 def test_a_memory_that_is_too_small_is_refused(tmp_path: Path) -> None:
@@ -197,10 +202,13 @@ def test_a_file_with_contents_is_left_alone_without_consent(tmp_path: Path) -> N
     assert file.read_bytes() == b"precious" * 1024
 
 
-def test_a_folder_gets_a_temporary_file_that_is_removed(tmp_path: Path) -> None:
+def test_a_folder_gets_a_temporary_file_without_a_name(tmp_path: Path) -> None:
     with open_subject(f"nvme:{tmp_path}/") as subject:
         assert subject.memory.capacity == 1 << 30
-        assert len(list(tmp_path.iterdir())) == 1
+        assert subject.apart
+        assert list(tmp_path.iterdir()) == []  # nothing is left even of a process that is killed
+        region = subject.owner.alloc(MIB, subject.memory.name)
+        subject.owner.free(region)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -298,12 +306,120 @@ def test_a_line_that_was_cut_off_is_measured_again(subject: Subject, tmp_path: P
     assert len(file.read_bytes().splitlines()) == 16
 
 
-def test_without_resume_a_journal_is_begun_anew(subject: Subject, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["something else\n", ""])
+def test_without_resume_a_journal_that_is_there_is_refused_and_kept(
+    subject: Subject, tmp_path: Path, text: str
+) -> None:
     file = tmp_path / "journal"
-    file.write_text("something else\n")
+    file.write_text(text)
+    with pytest.raises(OutputError, match=r"--resume.*remove it"):
+        Journal(file, HEADER, resume=False)
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("raw", [b"\x00\xff\x93" * 40, b"precious", b'{"tierloop_journal": 2'])
+def test_a_file_without_a_header_is_refused_and_not_discarded(subject: Subject, tmp_path: Path, raw: bytes) -> None:
+    file = tmp_path / "journal"
+    file.write_bytes(raw)
+    with pytest.raises(ConfigurationError, match="line 1: no journal"):
+        Journal(file, HEADER, resume=True)
+    assert file.read_bytes() == raw
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_a_header_that_was_cut_off_is_written_again(subject: Subject, tmp_path: Path, count: int) -> None:
+    file = tmp_path / "journal"
+    kept(Fake(subject), file)
+    file.write_bytes(file.read_bytes()[:count])
+    rest: Any = Fake(subject)
+    kept(rest, file, resume=True)
+    assert len(rest.calls) == 15
+    assert len(file.read_bytes().splitlines()) == 16
+
+
+class Disk:
+    """A file on a disk that has room for so many bytes more, and takes what fits of a line."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file = file
+        self.room = room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken: int = self.file.write(data[: self.room])
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 10, 200, 201, 500])
+def test_a_full_disk_is_said_in_one_line_and_resumed_from(subject: Subject, tmp_path: Path, room: int) -> None:
+    file = tmp_path / "journal"
     rig: Any = Fake(subject)
-    kept(rig, file)
-    assert len(rig.calls) == 15
+
+    def fill() -> None:
+        with Journal(file, HEADER, resume=False) as journal:
+            journal._out = Disk(journal._out, room)  # type: ignore[assignment]  # a file, but for its room
+            measure(rig, PLAN, journal=journal)
+
+    with pytest.raises(OutputError, match="journal: cannot be written: No space left"):
+        fill()
+    rest: Any = Fake(subject)
+    measured = kept(rest, file, resume=True)
+    assert len(rest.calls) == 15 - (len(rig.calls) - 1)
+    assert [len(one.tries) for one in measured] == [3] * 5
+
+
+def test_what_no_header_could_be_written_of_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="No space left"):
+        Journal(tmp_path / "journal", HEADER, resume=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+LINE = {"pass": 0, "point": 1, "value": 1.0, "load": 0.0, "host_ns": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pass": 3}, "pass: 3 given"),
+        ({"pass": -1}, "pass: -1 given"),
+        ({"pass": True}, "pass: true given"),
+        ({"point": 5}, "point: 5 given"),
+        ({"point": 1.0}, "point: 1.0 given"),
+        ({"value": "1"}, 'value: "1" given'),
+        ({"value": True}, "value: true given"),
+        ({"value": 0}, "value: 0 given"),
+        ({"value": 1e300}, "value: 1e\\+300 given"),
+        ({"value": 10**400}, "value: 10+… given"),
+        ({"value": float("inf")}, "value: Infinity given"),
+        ({"load": -1}, "load: -1 given"),
+        ({"load": None}, "load: null given"),
+        ({"host_ns": -1}, "host_ns: -1 given"),
+        ({"host_ns": 0.5}, "host_ns: 0.5 given"),
+        ({"host_ns": 10**12}, "host_ns: 1000000000000 given"),
+        ({"colour": 3}, "unknown key"),
+        ({"point": 0}, "stands in an earlier line already"),
+    ],
+    ids=str,
+)
+def test_a_line_of_a_journal_is_not_trusted(
+    subject: Subject, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "journal"
+    kept(Fake(subject), file)
+    header = file.read_text().splitlines()[0]
+    file.write_text("\n".join([header, json.dumps({**LINE, "point": 0}), json.dumps({**LINE, **change}), ""]))
+    with pytest.raises(ConfigurationError, match=f"line 3: .*{said}") as caught:
+        Journal(file, HEADER, resume=True)
+    assert "Error(" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +432,7 @@ def test_without_resume_a_journal_is_begun_anew(subject: Subject, tmp_path: Path
         (lambda lines: [*lines[:3], '{"pass": 0}', *lines[4:]], "line 4"),
         (
             lambda lines: [*lines[:3], '{"pass": 0, "point": 9, "value": 1, "load": 0, "host_ns": 0}'],
-            "line 4: no point",
+            "line 4: point: 9 given",
         ),
         (lambda lines: [*lines[:3], '{"pass": 0, "point": 1, "value": NaN, "load": 0, "host_ns": 0}'], "line 4"),
     ],

@@ -18,7 +18,7 @@ from tierloop.tools.output import prepare_file, write_files
 if TYPE_CHECKING:
     from tierloop.tools.calibration import Calibration
 
-INVALID = 3
+FAILED, INVALID = 1, 3
 
 
 def calibrate(
@@ -26,7 +26,7 @@ def calibrate(
         str, typer.Argument(help="cpu, nvme:FILE, nvme:FOLDER/ (a temporary file there), or PLATFORM:DEVICE.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write (.toml).")],
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer points and passes: under 40 s.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points and passes: about a minute.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted calibration stopped.")] = False,
     scratch: Annotated[
         bool, typer.Option("--scratch", help="The contents of the file or block device may be overwritten.")
@@ -41,17 +41,22 @@ def calibrate(
 
     Takes about two minutes; close other programs first. `tierloop verify` says how well the profile stands for it.
 
-    Exit codes: 0 good, 1 the device failed, 2 the input was wrong, 3 too few points could be measured.
+    Exit codes: 0 good, 1 the device failed or the model is off by more than 10 % in the mean, 2 the input was wrong,
+    3 too few points could be measured.
     """
     from tierloop.tools.calibration import run_calibration
+    from tierloop.tools.measuring_subjects import input_files, refuse_inputs
 
     if output.suffix != ".toml":
         raise ConfigurationError(f"--output {output}: a profile's name ends in .toml")
+    refuse_inputs("--output", [output, output.with_name(f"{output.name}.journal")], input_files(device))
     place = prepare_file(output)
+    journal = place.with_name(f"{place.name}.journal")
+    refuse_inputs("--output", [journal], input_files(device))
     with results(as_json) as shown, progress() as advance:
         found = run_calibration(
             device,
-            journal=place.with_name(f"{place.name}.journal"),
+            journal=journal,
             quick=quick,
             resume=resume,
             scratch=scratch,
@@ -70,6 +75,9 @@ def calibrate(
         _show(shown, found)
     if not found.enough:
         raise typer.Exit(INVALID)
+    if not found.described:
+        say(f"FAILED: the model is off by {found.fit.mean_error:.0%} in the mean: no such profile describes {device}")
+        raise typer.Exit(FAILED)
 
 
 def machine() -> str:

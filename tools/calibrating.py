@@ -87,7 +87,14 @@ def fit(shape: Shape, measured: Sequence[Measured], advance: Advance = lambda st
     if not shape.byte_addressable:  # both directions share what moves them, so neither is limited by it
         found[f"{shape.mover}.bytes_per_s"] = max(found["read_bytes_per_s"] or 1.0, found["write_bytes_per_s"] or 1.0)
     sure = dict(zip(names, intervals(x, residuals, slopes), strict=True))
-    return Fit(found, sure, model.points, np.expm1(residuals / problem.weights))
+    off, kept, notes = np.expm1(residuals / problem.weights), model.points, []
+    said = np.array([reading is not None for reading in model(found)])
+    if not said.all():  # what it refuses is no error of 0
+        notes.append(f"the model refuses {np.count_nonzero(~said)} of the points; its error says nothing about these")
+        kept, off = tuple(point for point, there in zip(kept, said, strict=True) if there), off[said]
+    if len(names) >= len(used):
+        notes.append(f"{len(names)} constants from {len(used)} points: a model that fits them says little")
+    return Fit(found, sure, kept, off, notes=notes)
 
 
 def _without_idle(
@@ -162,7 +169,7 @@ def _start(shape: Shape, used: Sequence[Measured]) -> dict[str, float | None]:
     reads = max((one.value for one in transfers if one.point.read_fraction == 1.0), default=fastest)
     writes = max((one.value for one in transfers if one.point.read_fraction == 0.0), default=fastest)
     constants: dict[str, float | None] = {"latency_ns": latency}
-    if shape.byte_addressable:
+    if not shape.apart:
         # A transfer within one memory is read and written there: the rates add up as times.
         reads = max((one.value for one in used if one.point.verb == "score"), default=2 * fastest)
         left = 1 / fastest - 1 / reads
@@ -173,7 +180,7 @@ def _start(shape: Shape, used: Sequence[Measured]) -> dict[str, float | None]:
         constants[f"{mover}.overhead_ns"] = max(first - 2 * latency - smallest / fastest * 1e9, 10.0)
         if kernels != mover:
             constants[f"{kernels}.overhead_ns"] = constants[f"{mover}.overhead_ns"]
-    elif shape.byte_addressable:
+    elif not shape.apart:
         constants["latency_ns"] = latency / 2
     each = min((one.point.nbytes / one.value * 1e9 for one in transfers if one.point.nbytes == smallest), default=0.0)
     if each > 1:
@@ -189,7 +196,7 @@ def _start(shape: Shape, used: Sequence[Measured]) -> dict[str, float | None]:
     if scattered:
         first_one = min(scattered, key=lambda one: (one.point.depth, one.point.span_nbytes))
         spans = first_one.point.nbytes // first_one.point.span_nbytes
-        share = 0.2 if shape.byte_addressable else 0.5
+        share = 0.5 if shape.apart else 0.2
         constants[f"{mover}.span_ns"] = max(first_one.point.nbytes / first_one.value * 1e9 / spans * share, 1.0)
     for one in used:
         if one.point.pattern == "random" and one.point.depth == 1 and one.point.span_nbytes < STREAM_NBYTES and walked:

@@ -44,7 +44,8 @@ def fit_curves(
 ) -> tuple[tuple[Curve, ...], dict[Point, float]]:
     """A curve for each read fraction at which there are loaded points, and model / measured − 1 at each of them.
 
-    No curve if load changes no latency. Transfers read and write the memory itself, where host buffers lie too.
+    No curve if load changes no latency. Transfers read and write the memory where host buffers lie in it too, and only
+    read it where those lie apart.
     """
     used = [one for one in measured if one.valid and one.point.pattern == "loaded"]
     idle = constants.get("latency_ns")
@@ -57,8 +58,9 @@ def fit_curves(
     if wanted.max() <= _FLAT * walked.value:
         return (), _misfit(model(constants, ()), used, wanted)
     each = constants.get(f"{shape.mover}.command_bytes_per_s") or float("inf")
-    caps = {fraction: 1 / (fraction / reads + (1 - fraction) / writes) for fraction in (0.5, 1.0)}
-    knots = _knots(used, each, caps)
+    fractions = (0.0, 0.5, 1.0) if shape.apart else (0.5, 1.0)
+    caps = {fraction: 1 / (fraction / reads + (1 - fraction) / writes) for fraction in fractions}
+    knots = _knots(used, each, caps, shape.apart)
 
     def curves(x: Vector) -> tuple[Curve, ...]:
         return _curves(knots, idle * np.exp(x), idle, caps)
@@ -66,7 +68,7 @@ def fit_curves(
     def residuals(x: Vector) -> Vector:
         return misses(model(constants, curves(x)), wanted)
 
-    start = np.array([_start(knot, used, walked.value, each, caps) for knot in knots])
+    start = np.array([_start(knot, used, walked.value, each, caps, shape.apart) for knot in knots])
     x, _, _ = minimise(residuals, start, lambda done: advance("loaded latency", done, STEPS))
     found = curves(x)
     return found, _misfit(model(constants, found), used, wanted)
@@ -102,29 +104,33 @@ def _misfit(readings: Sequence[object], used: Sequence[Measured], wanted: Vector
     return {one.point: float(part) for one, part in zip(used, off, strict=True)}
 
 
-def _fraction(point: Point) -> float:
+def _fraction(point: Point, apart: bool) -> float:
     """The share of reads in what the streams of a point make the memory move."""
-    return 1.0 if point.load == "score" else 0.5
+    return 1.0 if apart or point.load == "score" else 0.5
 
 
-def _rate(point: Point, each: float, caps: Mapping[float, float]) -> float:
+def _rate(point: Point, each: float, caps: Mapping[float, float], apart: bool) -> float:
     """Bytes/s that the memory moves while all streams of a point do."""
-    cap = caps[_fraction(point)]
+    cap = caps[_fraction(point, apart)]
     if point.load == "score":  # a kernel takes all that there is
         return cap
-    rate = 2 * point.depth * each
+    rate = (1 if apart else 2) * point.depth * each
     return cap if rate * _APART >= cap else rate
 
 
-def _knots(used: Sequence[Measured], each: float, caps: Mapping[float, float]) -> list[_Knot]:
-    found = {(_fraction(one.point), _rate(one.point, each, caps)) for one in used}
+def _knots(used: Sequence[Measured], each: float, caps: Mapping[float, float], apart: bool) -> list[_Knot]:
+    found = {(_fraction(one.point, apart), _rate(one.point, each, caps, apart)) for one in used}
     return [_Knot(*pair) for pair in sorted(found)]
 
 
-def _start(knot: _Knot, used: Sequence[Measured], idle: float, each: float, caps: Mapping[float, float]) -> float:
+def _start(
+    knot: _Knot, used: Sequence[Measured], idle: float, each: float, caps: Mapping[float, float], apart: bool
+) -> float:
     """The logarithm of latency / idle latency at the busiest point of a knot."""
     here = [
-        one for one in used if _fraction(one.point) == knot.read_fraction and _rate(one.point, each, caps) == knot.rate
+        one
+        for one in used
+        if _fraction(one.point, apart) == knot.read_fraction and _rate(one.point, each, caps, apart) == knot.rate
     ]
     busiest = max(here, key=lambda one: one.point.duty)
     return float(np.log(max(busiest.value / idle, 1.0)))

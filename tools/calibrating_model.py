@@ -19,7 +19,7 @@ from tierloop.devices.registry import ClockKind, open_platform
 from tierloop.tools.calibrating_profile import Curve, Shape, profile_text
 from tierloop.tools.measuring import Point, Reading, Rig, Subject
 from tierloop.tools.measuring_passes import ROUNDS
-from tierloop.tools.measuring_plan import VIRTUAL_WINDOW_NS
+from tierloop.tools.measuring_plan import POOLS, VIRTUAL_WINDOW_NS, whole
 from tierloop.tools.measuring_subjects import of_platform
 
 MODEL_POOL_NBYTES = 32 << 20
@@ -27,7 +27,7 @@ MODEL_POOL_NBYTES = 32 << 20
 DEVICE, HOST = "calibrated", "host"
 
 _HOST_PROFILE = """kind = "cpu"
-summary = "Memory beside a calibrated drive: fast enough to be no limit"
+summary = "Memory beside a calibrated device: fast enough to be no limit"
 [memory]
 capacity = {{ value = {capacity}, source = "defined: room for host buffers" }}
 read_bytes_per_s = {{ value = {rate}, source = "defined: no limit of its own" }}
@@ -36,16 +36,17 @@ latency_ns = {{ value = 0, source = "defined: it belongs to what was measured" }
 """
 
 
-def write_platform(folder: Path, profile: str, byte_addressable: bool, rate: int) -> Path:
+def write_platform(folder: Path, profile: str, apart: bool, rate: int) -> Path:
     """A platform of one device in a folder; returns its file.
 
-    Memory of bytes is its own host memory, as this machine's is. A drive has memory beside it, at the end of a link;
-    both are faster than its `rate` and have no latency, since what was measured holds all of that.
+    The device is its own host memory, as this machine's is, unless it was measured `apart` from that, as drives are:
+    then there is a memory beside it, at the end of a link. Both are faster than `rate`, in bytes/s, and have no
+    latency, since what was measured holds all of that.
     """
     (folder / f"{DEVICE}.toml").write_text(profile, encoding="utf-8")
-    text = f'description = "one calibrated device"\nclock = "wall"\nhost = "{DEVICE if byte_addressable else HOST}"\n'
+    text = f'description = "one calibrated device"\nclock = "wall"\nhost = "{HOST if apart else DEVICE}"\n'
     text += f'[devices.{DEVICE}]\ndriver = "emulated"\nprofile = "{DEVICE}.toml"\n'
-    if not byte_addressable:
+    if apart:
         fast = min(10 * rate, 10**15)
         (folder / f"{HOST}.toml").write_text(_HOST_PROFILE.format(capacity=4 << 30, rate=fast), encoding="utf-8")
         text += f'reaches.{HOST} = ["bus"]\n[devices.{HOST}]\ndriver = "emulated"\nprofile = "{HOST}.toml"\n'
@@ -71,33 +72,31 @@ class Emulation:
         self.closing.close()
 
 
-def emulate(
-    profile: str, byte_addressable: bool, rate: int, clock: ClockKind, dilation: int | None = None
-) -> Emulation:
+def emulate(profile: str, apart: bool, rate: int, clock: ClockKind, dilation: int | None = None) -> Emulation:
     """Open a profile's text as the only device of a platform. Raises ConfigurationError."""
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="tierloop-")))
-        path = write_platform(folder, profile, byte_addressable, rate)
+        path = write_platform(folder, profile, apart, rate)
         platform = undo.enter_context(open_platform(path, clock=clock, dilation=dilation))
         return Emulation(of_platform(platform, DEVICE), list(platform.devices.values()), undo.pop_all())
     raise AssertionError("an exit stack swallows nothing")
 
 
 def predict(
-    profile: str, points: Sequence[Point], byte_addressable: bool, rate: int, host_ns: Sequence[int] = ()
+    profile: str, points: Sequence[Point], apart: bool, rate: int, host_ns: Sequence[int] = ()
 ) -> list[Reading | None]:
     """What the benchmark would say of a profile: one reading for each point, None where the device refuses it."""
-    with emulate(profile, byte_addressable, rate, "virtual") as emulation:
-        rig = Rig(emulation.subject, model_pool(points))
+    with emulate(profile, apart, rate, "virtual") as emulation:
+        rig = Rig(emulation.subject, model_pool(points, emulation.subject.memory.capacity))
         takes = host_ns or [0] * len(points)
         readings = [_reading(rig, point, take) for point, take in zip(points, takes, strict=True)]
         rig.close()
         return readings
 
 
-def model_pool(points: Sequence[Point]) -> int:
-    """Bytes of a pool in which every point has room."""
-    return max([MODEL_POOL_NBYTES, *(point.nbytes for point in points)])
+def model_pool(points: Sequence[Point], capacity: int) -> int:
+    """Bytes of a pool in which every point has room, and no more than a memory of `capacity` bytes has room for."""
+    return max([min(MODEL_POOL_NBYTES, whole(capacity // POOLS)), *(point.nbytes for point in points)])
 
 
 def _reading(rig: Rig, point: Point, host_ns: int) -> Reading | None:
@@ -121,4 +120,4 @@ class Model:
         rates = [constants.get("read_bytes_per_s"), constants.get("write_bytes_per_s")]
         rate = round(max(rate for rate in rates if rate))
         text = profile_text(self.shape, constants, curves)
-        return predict(text, self.points, self.shape.byte_addressable, rate, self.host_ns)
+        return predict(text, self.points, self.shape.apart, rate, self.host_ns)

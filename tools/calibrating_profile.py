@@ -31,6 +31,8 @@ class Shape:
     byte_addressable: bool
     persistent: bool
     executors: tuple[ExecutorInfo, ...]
+    apart: bool = False
+    """Host buffers lie in another memory: the model has one beside the device that is no limit."""
 
     @classmethod
     def of(cls, subject: Subject) -> Shape:
@@ -47,6 +49,7 @@ class Shape:
             memory.byte_addressable,
             memory.persistent,
             tuple(executors),
+            subject.apart,
         )
 
     @property

@@ -20,6 +20,8 @@ from tierloop.tools.measuring_plan import Plan, plan
 from tierloop.tools.measuring_subjects import open_subject
 
 Advance = Callable[[str, int, int], None]
+MODEL_LIMIT = 0.10
+"""A model whose mean error is larger does not describe the device: the calibration ends with exit code 1."""
 ENOUGH = 0.8
 """Share of the points that need a value; with fewer, the calibration says so and ends with exit code 3."""
 _MOST_STREAMS = 3
@@ -40,6 +42,11 @@ class Calibration:
     def enough(self) -> bool:
         """Whether enough of the points have a value."""
         return sum(one.valid for one in self.measured) >= ENOUGH * len(self.measured)
+
+    @property
+    def described(self) -> bool:
+        """Whether the model stands for the device at all."""
+        return self.fit.mean_error <= MODEL_LIMIT
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Name, value and interval of every constant, as text."""
@@ -176,6 +183,7 @@ def profile_of(
         "machine": machine,
         "date": date,
         "device": device,
+        "host_apart": shape.apart,
         "mean_residual_pct": float(f"{100 * found.mean_error:.4g}"),
         "max_residual_pct": float(f"{100 * found.worst_error:.4g}"),
         "unknown": unknown,

@@ -139,7 +139,8 @@ class Subject:
     """A memory and the executors through which it is measured, on one site.
 
     `owner` allocates in `memory`; commands go to `engine`: transfers to `mover`, kernels to `kernels` where there is
-    one. `dilation` is the σ by which the clock's times are too long.
+    one. `dilation` is the σ by which the clock's times are too long. `apart` says that host buffers lie in another
+    memory, so that a Read is a read here and nothing else.
     """
 
     site: Site
@@ -149,6 +150,7 @@ class Subject:
     mover: ExecutorInfo
     kernels: ExecutorInfo | None = None
     dilation: int = 1
+    apart: bool = False
 
     @property
     def clock(self) -> Clock:

@@ -5,7 +5,7 @@ them alike. What is reported is the median over the passes, with a 95 % confiden
 
 The journal is a file of JSON lines beside the output: a header that says what is measured, then one line per point and
 pass, synced when it is written. A process that is killed loses the point under way; a last line that was cut off does
-not count.
+not count. What is there is never discarded: it is gone on with, or refused.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,9 @@ ROUNDS = 3
 """Every window has at least so many rounds of commands, however short it is."""
 _RESAMPLES = 2000
 _LARGEST_JOURNAL = 64 << 20
+_KEYS = ("pass", "point", "value", "load", "host_ns")
+_SMALLEST_VALUE, _LARGEST_VALUE, _LONGEST_HOST_NS = 1e-3, 1e15, 10**9
+"""What a line may hold: ns or bytes per second, and ns that the benchmark takes for itself; as a profile allows."""
 
 
 @dataclass
@@ -96,50 +100,73 @@ def confidence_interval(values: Sequence[float], seed: int = 0) -> tuple[float, 
 
 
 class Journal:
-    """What has been measured already, in a file; `done` maps (pass, point) to the reading."""
+    """What has been measured already, in a file; `done` maps (pass, point) to the reading.
+
+    Raises OutputError if a journal is there and `resume` does not say to go on with it, or if it cannot be written, and
+    ConfigurationError, with the line, if it is none of this measurement.
+    """
 
     def __init__(self, file: Path, header: dict[str, Any], resume: bool) -> None:
         self.file = file
         self.done: dict[tuple[int, int], Reading] = {}
-        wanted = json.loads(json.dumps({"tierloop_journal": VERSION, **header}))
-        keep = 0
-        if resume and file.exists():
-            keep = self._read(wanted)
+        self._wanted = json.loads(json.dumps({"tierloop_journal": VERSION, **header}))
+        there = os.path.lexists(file)
+        if there and not resume:
+            raise OutputError(
+                f"{file}: is left from an interrupted calibration; go on with it (--resume), or remove it to start over"
+            )
+        if there and not file.is_file():
+            raise OutputError(f"{file}: is no file, so it is no journal")
+        self._end = self._read() if there else 0
         try:
-            self._out = file.open("r+b" if keep else "wb")
-            self._out.truncate(keep)
-            self._out.seek(keep)
+            self._out = file.open("r+b" if there else "xb", buffering=0)
+            self._out.truncate(self._end)
+            self._out.seek(self._end)
         except OSError as error:
             raise OutputError(f"{file}: cannot be written: {error.strerror or error}") from error
-        if not keep:
-            self._write(wanted)
+        if not self._end:
+            try:
+                self._write(self._wanted)
+            except OutputError:
+                self.remove()
+                raise
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._out.close()
+        if kind is not None and not self.done:  # nothing to go on with
+            self.remove()
+        with suppress(OSError):  # every line was synced when it was written
+            self._out.close()
 
     def add(self, pass_number: int, point_number: int, reading: Reading) -> None:
         """Remember a reading, on the medium when this returns. Raises OutputError."""
-        self.done[pass_number, point_number] = reading
         value, load, host = reading.value, reading.load_bytes_per_s, reading.host_ns
         self._write({"pass": pass_number, "point": point_number, "value": value, "load": load, "host_ns": host})
+        self.done[pass_number, point_number] = reading
 
     def remove(self) -> None:
         """The output is written: the journal is not needed any more."""
-        self._out.close()
+        with suppress(OSError):
+            self._out.close()
         self.file.unlink(missing_ok=True)
 
     def _write(self, row: dict[str, Any]) -> None:
+        """Append a line, or leave the file as it was: a disk that is full may take half of it."""
+        rest = json.dumps(row).encode() + b"\n"
+        size = len(rest)
         try:
-            self._out.write(json.dumps(row).encode() + b"\n")
-            self._out.flush()
+            while rest:
+                rest = rest[self._out.write(rest) or 0 :]
             os.fsync(self._out.fileno())
         except OSError as error:
+            with suppress(OSError):
+                self._out.truncate(self._end)
             raise OutputError(f"{self.file}: cannot be written: {error.strerror or error}") from error
+        self._end += size
 
-    def _read(self, wanted: dict[str, Any]) -> int:
+    def _read(self) -> int:
         """Take what is there; returns how many bytes of it count. Raises ConfigurationError."""
         try:
             raw = self.file.read_bytes()
@@ -147,37 +174,64 @@ class Journal:
             raise ConfigurationError(f"{self.file}: {error.strerror or error}") from error
         if len(raw) > _LARGEST_JOURNAL:
             raise ConfigurationError(f"{self.file}: larger than {_LARGEST_JOURNAL} bytes, so it is no journal")
-        *lines, _ = raw.split(b"\n")
-        if not lines:
+        *lines, rest = raw.split(b"\n")
+        if not lines:  # killed before the first line was whole, or no journal at all
+            if not json.dumps(self._wanted).encode().startswith(rest):
+                raise ConfigurationError(f"{self.file}: line 1: no journal; remove the file to start over")
             return 0
         header = self._row(lines[0], 1)
-        for key in (*wanted, *header):
-            if header.get(key) != wanted.get(key):
+        for key in (*self._wanted, *header):
+            if _canonical(header.get(key)) != _canonical(self._wanted.get(key)):
                 raise ConfigurationError(
                     f"{self.file}: line 1: {key}: the journal is of another measurement ({_short(header.get(key))}, "
-                    f"now {_short(wanted.get(key))}); remove it, or leave --resume out to start over"
+                    f"now {_short(self._wanted.get(key))}); remove it to start over"
                 )
-        points = len(wanted["plan"]["points"])
         for number, line in enumerate(lines[1:], 2):
             row = self._row(line, number)
-            try:
-                place = int(row["pass"]), int(row["point"])
-                reading = Reading(float(row["value"]), float(row["load"]), 0.0, int(row["host_ns"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ConfigurationError(f"{self.file}: line {number}: {error!r}; remove the journal") from error
-            if not (0 <= place[1] < points and place[0] >= 0 and np.isfinite(reading.value) and reading.value > 0):
-                raise ConfigurationError(f"{self.file}: line {number}: no point of this plan; remove the journal")
-            self.done[place] = reading
+            place = (
+                self._number(row, "pass", number, 0, self._wanted["plan"]["passes"] - 1, True),
+                self._number(row, "point", number, 0, len(self._wanted["plan"]["points"]) - 1, True),
+            )
+            value = self._number(row, "value", number, _SMALLEST_VALUE, _LARGEST_VALUE)
+            load = self._number(row, "load", number, 0, _LARGEST_VALUE)
+            host_ns = self._number(row, "host_ns", number, 0, _LONGEST_HOST_NS, True)
+            for key in row:
+                if key not in _KEYS:
+                    raise self._refused(number, f"unknown key {_short(key)}; allowed: {', '.join(_KEYS)}")
+            if place in self.done:
+                raise self._refused(number, f"pass {place[0]}, point {place[1]} stands in an earlier line already")
+            self.done[int(place[0]), int(place[1])] = Reading(float(value), float(load), 0.0, int(host_ns))
         return sum(len(line) + 1 for line in lines)
+
+    def _refused(self, number: int, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"{self.file}: line {number}: {problem}; remove the journal to start over")
+
+    def _number(
+        self, row: dict[str, Any], key: str, number: int, low: float, high: float, whole: bool = False
+    ) -> int | float:
+        """A number of a line, checked: `whole` ones are integers, and true and false are none."""
+        if key not in row:
+            raise self._refused(number, f"{key}: missing")
+        value = row[key]
+        kinds = int if whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            kind = "a whole number" if whole else "a number"
+            raise self._refused(number, f"{key}: {_short(value)} given; allowed: {kind} from {low:g} to {high:g}")
+        return value
 
     def _row(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{self.file}: line {number}: no JSON: {error}; remove the journal") from error
+        except (ValueError, RecursionError):
+            raise self._refused(number, "no JSON") from None
         if not isinstance(row, dict):
-            raise ConfigurationError(f"{self.file}: line {number}: no JSON object; remove the journal")
+            raise self._refused(number, "no JSON object")
         return row
+
+
+def _canonical(value: object) -> str:
+    """A JSON value as text in which true is not 1."""
+    return json.dumps(value, sort_keys=True)
 
 
 def _short(value: object) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.tools.measuring import LINE_NBYTES, STREAM_NBYTES, Point, Subject, last_cache_nbytes
+from tierloop.tools.measuring import LINE_NBYTES, ROW_NBYTES, STREAM_NBYTES, Point, Subject, last_cache_nbytes
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _WALK_NBYTES = 4 << 20
@@ -16,6 +17,10 @@ _GATHER_NBYTES = 8 << 20
 """A launch takes every core of a real processor, so kernels are measured one at a time. Rows stay below a page: from
 there on the timing model sees streams."""
 _SMALLEST_POOL = 1 << 20
+_ROOM_NBYTES = 64 << 10
+"""What several regions may lose because each begins at a page or a block."""
+POOLS = 5
+"""A memory holds so many pools: one for transfers, one for what is gathered, one and a quarter for walks, and room."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,55 @@ def pool_nbytes(subject: Subject, quick: bool) -> int:
     wanted = (64 if quick else 256) * _MIB
     if subject.memory.byte_addressable:
         wanted = (2 if quick else 4) * last_cache_nbytes()
-    pool = min(wanted, subject.memory.capacity // 5)
-    pool -= pool % max(subject.memory.alignment, 64 * _KIB)
+    pool = min(wanted, subject.memory.capacity // POOLS)
+    pool = whole(pool, subject.memory.alignment)
     if pool < _SMALLEST_POOL:
         raise ConfigurationError(
             f"{subject.memory.name}: {subject.memory.capacity} bytes are too few to measure in; at least "
-            f"{6 * _SMALLEST_POOL} are needed"
+            f"{(POOLS + 1) * _SMALLEST_POOL} are needed"
         )
     return pool
+
+
+def check_points(subject: Subject, points: Sequence[Point], pool: int, whose: str) -> None:
+    """Refuse points that cannot be measured on a subject in pools of `pool` bytes; `whose` they are is what to say.
+
+    Raises ConfigurationError: points of kernels for a memory that has none, spans off its grid, too little room.
+    """
+    memory = subject.memory
+    blocks = not memory.byte_addressable
+    for point in points:
+        if point.verb != "transfer" and not subject.offers(point.verb):
+            kind = "a memory of blocks" if blocks else "a memory that no executor with such a kernel reaches"
+            raise ConfigurationError(f"{whose}: {point}: cannot be measured on {memory.name}, {kind}")
+        if point.span_nbytes % memory.alignment and point.verb == "transfer":
+            raise ConfigurationError(
+                f"{whose}: {point}: cannot be measured on {memory.name}, whose blocks have {memory.alignment} bytes"
+            )
+    verbs = {point.verb for point in points}
+    needed = pool
+    if "gather" in verbs:
+        needed += pool
+    if "chase" in verbs:
+        needed += pool + pool // 4 + 2 * LINE_NBYTES
+    if "score" in verbs or any(point.load == "score" for point in points):
+        needed += ROW_NBYTES + pool // ROW_NBYTES * 4
+    needed += _ROOM_NBYTES
+    if needed > memory.capacity:
+        raise ConfigurationError(
+            f"{whose}: {memory.name} has {memory.capacity} bytes; to measure these points, {needed} are needed"
+        )
+
+
+def whole(nbytes: int, alignment: int = 1) -> int:
+    """The largest size of a pool that is no larger."""
+    return nbytes - nbytes % max(alignment, 64 * _KIB)
+
+
+def room_for(points: Sequence[Point], alignment: int = 1) -> int:
+    """The smallest size of a pool in which every point has room for all that it has in flight."""
+    most = max((point.nbytes * (point.depth if point.verb != "chase" else 1) for point in points), default=1)
+    return whole(most - 1, alignment) + whole(max(alignment, 64 * _KIB), alignment)
 
 
 def _first(subject: Subject) -> set[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tierloop.devices.clocks import WallClock
@@ -13,9 +14,11 @@ from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo
 from tierloop.devices.platform import Platform
-from tierloop.devices.registry import ClockKind, entry, open_platform
+from tierloop.devices.platform_file import read_platform
+from tierloop.devices.registry import ClockKind, entry, find_platform, open_platform
 from tierloop.devices.site import Site
 from tierloop.tools.measuring import Subject
+from tierloop.tools.output import OutputError
 
 FORMS = "cpu, nvme:FILE, nvme:FOLDER/ (a temporary file there), or PLATFORM:DEVICE"
 DRIVE_NBYTES = 1 << 30
@@ -41,12 +44,38 @@ def open_subject(
         with _drive(rest, scratch) as path:
             options = {"path": path, **({"capacity": DRIVE_NBYTES, "create": True} if path != rest else {})}
             with _opened(entry("devices", "nvme")("nvme", site := Site(clock=WallClock()), options)) as device:
+                if path != rest:  # the driver has it open and needs its name no more: it goes however this ends
+                    os.unlink(path)
                 yield choose(site, [device], device, 1)
     elif colon and driver and rest:
         with open_platform(driver, clock=clock, dilation=dilation) as platform:
             yield of_platform(platform, rest)
     else:
         raise ConfigurationError(f"device {text!r}; allowed: {FORMS}")
+
+
+def input_files(text: str | None) -> list[Path]:
+    """The files that a device is made of: the medium of a drive, or a platform's file and its devices' profiles.
+
+    Raises ConfigurationError for a platform that is not there.
+    """
+    driver, colon, rest = (text or "").partition(":")
+    if not colon or not rest:
+        return []
+    if driver == "nvme":
+        return [Path(rest)]
+    file = read_platform(path := find_platform(driver), find_platform)
+    named = [device.options.get("profile") for device in file.devices.values()]
+    return [path, *(file.folder / name for name in named if isinstance(name, str) and name.endswith(".toml"))]
+
+
+def refuse_inputs(option: str, outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
+    """See that no output is one of the inputs, by whatever name or link. Raises OutputError."""
+    for output in outputs:
+        for file in inputs:
+            same = os.path.realpath(output) == os.path.realpath(file)
+            if same or (output.exists() and file.exists() and output.samefile(file)):
+                raise OutputError(f"{option} {output}: would replace {file}, which is an input; name another file")
 
 
 def of_platform(platform: Platform, name: str) -> Subject:
@@ -58,7 +87,8 @@ def of_platform(platform: Platform, name: str) -> Subject:
     device = platform.devices[names[short]]
     host = [platform.memory_owner(platform.host)] if platform.host else []
     others = [other for other in platform.devices.values() if other is not device and other not in host]
-    return choose(platform.site, [device, *host, *others], device, platform.dilation)
+    subject = choose(platform.site, [device, *host, *others], device, platform.dilation)
+    return replace(subject, apart=subject.apart or platform.host not in ("", subject.memory.name))
 
 
 def choose(site: Site, engines: list[Device], owner: Device, dilation: int) -> Subject:
@@ -74,7 +104,8 @@ def choose(site: Site, engines: list[Device], owner: Device, dilation: int) -> S
         movers = [e for e in able if {"read", "write"} <= e.verbs]
         if movers:
             mover = max(movers, key=lambda e: (bool(e.kernels), len(e.queues)))
-            return Subject(site, owner, memory, engine, mover, _kernels(engine.info, able, memory), dilation)
+            kernels = _kernels(engine.info, able, memory)
+            return Subject(site, owner, memory, engine, mover, kernels, dilation, not memory.byte_addressable)
     raise ConfigurationError(f"no executor reads and writes {memory.name} from host buffers, so it cannot be measured")
 
 

@@ -43,14 +43,17 @@ def verify(
     Exit codes: 0 good, 1 an error above its bound, 2 the input was wrong, 3 fewer than 80 % of the points count.
     """
     from tierloop.emulators.profile import find_profile
+    from tierloop.tools.measuring_subjects import input_files, refuse_inputs
     from tierloop.tools.verifying import COVERAGE, Bounds
     from tierloop.tools.verifying import verify as run
 
     kind = options.clock_kind(clock) or "wall"
     if kind == "virtual" and dilation not in (None, 1):
         raise ConfigurationError(f"--dilation {dilation}: the virtual clock needs none; use --clock wall, or 1")
-    place = prepare_file(report) if report is not None else None
     path = find_profile(profile)
+    if report is not None:
+        refuse_inputs("--report", [report], [path, *input_files(device)])
+    place = prepare_file(report) if report is not None else None
     bounds = None if bound is None else Bounds(bound / 100, bound / 60, bound / 60)
     with results(as_json) as shown:
         with progress() as advance:

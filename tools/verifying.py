@@ -19,11 +19,11 @@ from tierloop.devices.registry import ClockKind
 from tierloop.devices.tables import Table, read_toml
 from tierloop.emulators.parts import Profile
 from tierloop.emulators.profile import read_profile
-from tierloop.tools.calibrating_model import emulate, model_pool, predict
+from tierloop.tools.calibrating_model import emulate, predict
 from tierloop.tools.calibration import most_streams
 from tierloop.tools.measuring import Point, Rig, Subject
 from tierloop.tools.measuring_passes import VERSION, measure
-from tierloop.tools.measuring_plan import Plan, plan, pool_nbytes
+from tierloop.tools.measuring_plan import Plan, check_points, plan, pool_nbytes, room_for
 from tierloop.tools.measuring_subjects import open_subject
 
 Advance = Callable[[str, int, int], None]
@@ -195,8 +195,8 @@ def verify(
         rate = memory.flash.channels * memory.flash.channel_bytes_per_s
     if memory.pnm is not None:
         rate = memory.pnm.channels * memory.pnm.channel_bytes_per_s
-    place = (text, memory.byte_addressable, max(rate, 1_000_000))
     expected = read_points(path)
+    place = (text, _host_apart(path, memory.byte_addressable), max(rate, 1_000_000))
     notes = []
     with emulate(*place, "virtual") as emulation:
         if not expected:
@@ -206,6 +206,10 @@ def verify(
         else:
             points = tuple(one.point for one in expected)
         infos = [device_.info for device_ in emulation.devices]
+        _fits(emulation.subject, points, quick, memory.byte_addressable, str(path))
+    if device is not None:  # before anything is measured
+        with open_subject(device, scratch=scratch) as subject:
+            _fits(subject, points, quick, memory.byte_addressable, f"--device {device}")
     readings = predict(text, points, *place[1:], [one.host_ns for one in expected])
     if not expected:
         expected = [
@@ -254,11 +258,19 @@ def verify(
 
 def _plan(subject: Subject, points: Sequence[Point], quick: bool, seed: int) -> Plan:
     chosen = plan(subject, quick)
-    pool = max(pool_nbytes(subject, quick), model_pool(points)) if points else chosen.pool_nbytes
-    pool = max(pool, max(point.nbytes * point.depth for point in points if point.verb != "chase"))
+    pool = max(chosen.pool_nbytes, room_for(points, subject.memory.alignment))
     passes = 1 if subject.clock.virtual else 2 if quick else 3
     window_ns = chosen.window_ns if subject.clock.virtual else 3_000_000
     return Plan(tuple(points), pool, passes, window_ns, 1, seed)
+
+
+def _fits(subject: Subject, points: Sequence[Point], quick: bool, bytes_: bool, whose: str) -> None:
+    """See that the points of a profile can be measured on a subject. Raises ConfigurationError."""
+    if subject.memory.byte_addressable != bytes_:
+        kinds = ("bytes", "blocks") if bytes_ else ("blocks", "bytes")
+        raise ConfigurationError(f"{whose}: a memory of {kinds[1]}, but the profile is that of a memory of {kinds[0]}")
+    pool = max(pool_nbytes(subject, quick), room_for(points, subject.memory.alignment))
+    check_points(subject, points, pool, whose)
 
 
 def _again(
@@ -274,9 +286,8 @@ def _again(
     with open_subject(device, scratch=scratch) as subject:
         chosen = plan(subject, quick, most_streams(subject))
         points = tuple(one.point for one in expected)
-        chosen = change(
-            replace(chosen, points=points, pool_nbytes=max(chosen.pool_nbytes, model_pool(points)), seed=seed)
-        )
+        pool = max(chosen.pool_nbytes, room_for(points, subject.memory.alignment))
+        chosen = change(replace(chosen, points=points, pool_nbytes=pool, seed=seed))
         rig = Rig(subject, chosen.pool_nbytes, seed)
         measured = measure(rig, chosen, lambda stage, done, total: advance(f"{device}, {stage}", done, total))
         rig.close()
@@ -308,14 +319,36 @@ _MOST_FOR_COMMANDS = 100
 
 def read_points(path: Path) -> list[Expected]:
     """The measured points of a profile, checked; none if it holds none. Raises ConfigurationError."""
-    table = Table(read_toml(path), str(path)).table("calibration")
-    if not table.has("points"):
+    values = read_toml(path)
+    if "calibration" not in values:
         return []
+    table = Table(values, str(path)).table("calibration")
     table.integer("version", VERSION, VERSION)
     given = table.get("points")
-    if not isinstance(given, list) or not all(isinstance(values, dict) for values in given):
-        raise table.error("points", "allowed: tables [[calibration.points]]")
-    return [_point(Table(values, str(path), f"calibration.points[{number}]")) for number, values in enumerate(given)]
+    if not isinstance(given, list) or not given or not all(isinstance(values, dict) for values in given):
+        raise table.error("points", "allowed: tables [[calibration.points]], at least one")
+    for key in ("machine", "date", "device"):
+        table.text(key, default="")
+    table.flag("host_apart", default=False)
+    for key in ("mean_residual_pct", "max_residual_pct"):
+        if table.has(key):
+            _number(table, key, 0.0, 1e15)
+    table.names("unknown", default=())
+    table.finish()
+    found = [_point(Table(values, str(path), f"calibration.points[{number}]")) for number, values in enumerate(given)]
+    first: dict[Point, int] = {}
+    for number, one in enumerate(found):
+        if first.setdefault(one.point, number) != number:
+            raise table.error(f"points[{number}]", f"{one.point} stands at points[{first[one.point]}] already")
+    return found
+
+
+def _host_apart(path: Path, byte_addressable: bool) -> bool:
+    """Whether the profile was measured with its host buffers in another memory; drives always are."""
+    values = read_toml(path)
+    if not byte_addressable or "calibration" not in values:
+        return not byte_addressable
+    return Table(values, str(path)).table("calibration").flag("host_apart", default=False)
 
 
 def _point(table: Table) -> Expected:

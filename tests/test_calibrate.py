@@ -117,7 +117,7 @@ def test_a_knee_is_found_and_verified(tmp_path: Path) -> None:
 
 
 def test_a_memory_that_is_not_the_hosts_is_only_read_by_a_read(tmp_path: Path) -> None:
-    found = calibrated(tmp_path, "demo:cxl")
+    found = calibrated(tmp_path, "demo:cxl", no_score)
     memory = read_profile(tmp_path / "found.toml").memory
     assert memory is not None
     assert memory.read_bytes_per_s == pytest.approx(12_000_000_000, rel=0.01)
@@ -506,8 +506,11 @@ def test_the_loop_runs_on_this_machine(
 def test_an_interrupted_calibration_resumes_and_another_device_does_not(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from tierloop.tools import calibration
     from tierloop.tools.measuring import Rig
 
+    whole = calibration.plan
+    monkeypatch.setattr(calibration, "plan", lambda *given: few(whole(*given)))
     honest = Rig.measure
     calls: list[Point] = []
 
@@ -521,14 +524,14 @@ def test_an_interrupted_calibration_resumes_and_another_device_does_not(
     arguments = ("calibrate", "demo:dram", "-o", output, "--quick", "--clock", "virtual")
     monkeypatch.setattr(Rig, "measure", stopping)
     assert run_cli(*arguments)[0] == 128 + signal.SIGTERM
-    monkeypatch.undo()
+    monkeypatch.setattr(Rig, "measure", honest)
     assert [path.name for path in tmp_path.iterdir()] == ["dram.toml.journal"]
     code, _, err = run_cli("calibrate", "demo:cxl", "-o", output, "--quick", "--clock", "virtual", "--resume")
     assert code == 2
     assert "line 1: device" in err
     journal = (tmp_path / "dram.toml.journal").read_text().splitlines()
     assert len(journal) == 1 + 4
-    assert run_cli(*arguments, "--resume")[0] == 0
+    assert run_cli(*arguments, "--resume")[0] in (0, 1)  # 1: so few points describe nothing; it is written all the same
     assert [path.name for path in tmp_path.iterdir()] == ["dram.toml"]
     assert len(read_points(output)) == len(json.loads(journal[0])["plan"]["points"])
 

@@ -490,7 +490,7 @@ def test_the_loop_runs_on_this_machine(
     output = tmp_path / "real.toml"
     name = "cpu" if device == "cpu" else f"nvme:{tmp_path}/"
     code, out, err = run_cli("calibrate", name, "-o", output, "--quick", "--json")
-    assert code == 0, err
+    assert code in (0, 1), err  # 1: four points at full speed may fit no profile
     found = json.loads(out)
     assert len(found["points"]) == 4
     assert all(point["ci95_low"] <= point["ci95_high"] for point in found["points"])

@@ -26,7 +26,7 @@ from tierloop.tools.calibrating_squares import cost, minimise
 from tierloop.tools.calibration import Calibration, run_calibration
 from tierloop.tools.cli import Stopped, main
 from tierloop.tools.measuring import Point
-from tierloop.tools.measuring_plan import Plan
+from tierloop.tools.measuring_plan import Plan, plan
 from tierloop.tools.verifying import Verification, read_points, verify
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -509,8 +509,7 @@ def test_an_interrupted_calibration_resumes_and_another_device_does_not(
     from tierloop.tools import calibration
     from tierloop.tools.measuring import Rig
 
-    whole = calibration.plan
-    monkeypatch.setattr(calibration, "plan", lambda *given: few(whole(*given)))
+    monkeypatch.setattr(calibration, "plan", lambda *given: few(plan(*given)))
     honest = Rig.measure
     calls: list[Point] = []
 

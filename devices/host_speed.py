@@ -27,6 +27,8 @@ from tierloop.devices.regions import Region
 
 HEADROOM_PERCENT = 150
 """What `dilation = "auto"` takes of the smallest dilation: other programs and the runtime itself need the host too."""
+HEADROOM = HEADROOM_PERCENT / 100
+"""Paced accesses were seen to keep their rate on hosts that could do this many times as much."""
 TYPICAL_COMMAND_NS = 50_000
 """What a command lasts in emulated time where there are many: decode of a 135M-parameter model on the demo's GPU has
 150 of them in 8.4 ms."""
@@ -56,6 +58,11 @@ class HostSpeed:
     """Cores that can work for emulated devices: one stays with the runtime."""
     command_ns: int = 0
     """What handing a command to a thread and its end back to the clock costs."""
+
+    @property
+    def traffic_bytes_per_s(self) -> int:
+        """What the host's memory reads and writes together: a byte that is copied counts twice."""
+        return 2 * self.copy_bytes_per_s
 
 
 @cache

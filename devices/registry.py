@@ -179,8 +179,6 @@ def _open(
     file: PlatformFile, site: Site, sigma: int, factories: dict[str, Factory], names: dict[str, str], notes: list[str]
 ) -> Platform:
     site.shared["topology"] = Topology(file.links, names.get(file.host, ""), sigma, _loads(file, names))
-    if not site.clock.virtual and any(name.startswith("emu:") for name in names.values()):
-        site.shared["host_bytes_per_s"] = 2 * host_speed().copy_bytes_per_s  # a byte copied is read and written
     with ExitStack() as undo:
         devices: dict[str, Device] = {}
         for name, device_entry in file.devices.items():

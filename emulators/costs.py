@@ -19,13 +19,10 @@ everything. All times are already multiplied by the dilation.
 from __future__ import annotations
 
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Traffic, Write
-from tierloop.devices.info import Path
 from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.contract import LINE_NBYTES, Chase, Dense
-from tierloop.devices.platform_file import Hop
 from tierloop.devices.regions import Segment
 from tierloop.emulators.fabric import Demand, Fabric, Job
-from tierloop.emulators.parts import ExecutorProfile
 from tierloop.emulators.reach import Engine, Reach
 from tierloop.emulators.spread import Part, deal
 from tierloop.emulators.timing import FAR, NS, WINDOW, Route
@@ -39,37 +36,21 @@ _MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize", "chas
 
 
 class Costs:
-    """The costs of the queues of one executor that have the same weight.
+    """The costs of commands on the queues that have these ways."""
 
-    The device's memory is `own` ("" if it has none).
-    """
-
-    def __init__(
-        self,
-        fabric: Fabric,
-        profile: ExecutorProfile,
-        own: str,
-        reaches: dict[str, tuple[Hop, ...]],
-        engine: Engine,
-        weight: int,
-    ) -> None:
-        ways = self._ways = Ways(fabric, profile, own, reaches, engine, weight)
+    def __init__(self, fabric: Fabric, engine: Engine, ways: Ways) -> None:
+        self._ways = ways
         self._reach, self._sets, self._transfers = ways.reach, ways.sets, ways.transfers
-        self._profile = profile
-        self._own = own
+        profile = self._profile = ways.profile
+        self._own = ways.own
         self._host = fabric.topology.host
         sigma = self._sigma = fabric.dilation
-        capacity = fabric.flows.capacity
-        self._engine = Route([(engine.arithmetic, 1)], capacity, weight)
+        self._engine = Route([(engine.arithmetic, 1)], fabric.flows.capacity, ways.weight)
         self._processor = engine.processor
         self._most = profile.command_bytes_per_s or FAR
         self._overhead_ns = profile.overhead_ns * sigma
         self._span_ns = profile.span_ns * sigma
         self._random: dict[tuple[Way, bool, bool, int], Route] = {}
-
-    def paths(self) -> tuple[Path, ...]:
-        """What the executor's paths are worth to a scheduler, in the platform's clock (dilated)."""
-        return self._ways.paths()
 
     def of(self, command: Command, traffic: Traffic, commit: bool) -> Job:
         """The cost of a command; `commit` says that it is carried out, so the firmware's state changes."""

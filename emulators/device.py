@@ -31,7 +31,6 @@ from tierloop.devices.commands import Command, Copy, Launch, Read, Write, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
-from tierloop.devices.host_speed import host_speed
 from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels import MICROKERNEL
 from tierloop.devices.queues import QueueSet
@@ -49,6 +48,7 @@ from tierloop.emulators.promises import LIMIT_PERCENT, Promises
 from tierloop.emulators.reach import Engine
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import ARBITRATION
+from tierloop.emulators.ways import Ways
 from tierloop.firmware_models.flash import FlashModel
 from tierloop.firmware_models.media import Firmware
 from tierloop.firmware_models.passthrough import Passthrough
@@ -236,7 +236,7 @@ class EmulatedDevice:
             is_small = self._numerics.is_small(completion.command)
             job.lead_ns = HANDLING_NS
             if is_small:
-                job.lead_ns += self._numerics.copy_ns(completion.command, self._host_bytes_per_s())
+                job.lead_ns += self._numerics.copy_ns(completion.command)
         self._fabric.begin(job, completion, self._due)
         if self._promises is None or job.outcome is not None or is_small:
             return
@@ -244,7 +244,7 @@ class EmulatedDevice:
         if self._occupies_core[completion.queue]:
             job.pace = pace_of(length_ns, command, self._fabric.dilation)
         elif isinstance(command, (Read, Write, Copy)):
-            job.pace = late_start(length_ns, self._numerics.lead_ns(command, self._host_bytes_per_s()))
+            job.pace = late_start(length_ns, self._numerics.lead_ns(command))
         job.future = self._numerics.begin(
             self._name,
             command,
@@ -252,14 +252,6 @@ class EmulatedDevice:
             lambda outcome: self._clock.post(self._computed, job, outcome),
             job.pace,
         )
-
-    def _host_bytes_per_s(self) -> int:
-        """What this host reads and writes; measured here if the platform was built by hand."""
-        shared = self._site.shared
-        if "host_bytes_per_s" not in shared:
-            shared["host_bytes_per_s"] = 2 * host_speed().copy_bytes_per_s
-        rate: int = shared["host_bytes_per_s"]
-        return rate
 
     def _due(self, job: Job) -> None:
         """The job's time has come; on the wall clock its work may still be on a thread, and `_computed` goes on."""
@@ -305,13 +297,13 @@ class EmulatedDevice:
         of_queue: list[Costs] = []
         for executor in profile.executors:
             engine = Engine(self._fabric, executor)
-            by_weight = {
-                weight: Costs(self._fabric, executor, own, self._reaches, engine, weight)
+            ways = {
+                weight: Ways(self._fabric, executor, own, self._reaches, engine, weight)
                 for weight in dict.fromkeys(executor.weights)
             }
-            costs = by_weight[executor.weights[0]]
+            costs = {weight: Costs(self._fabric, engine, its) for weight, its in ways.items()}
             queues = tuple(range(len(of_queue), len(of_queue) + executor.queues))
-            of_queue += [by_weight[weight] for weight in executor.weights]
+            of_queue += [costs[weight] for weight in executor.weights]
             layout.append(f"{executor.name}: {', '.join(map(str, queues))}")
             executors.append(
                 ExecutorInfo(
@@ -321,7 +313,7 @@ class EmulatedDevice:
                     verbs=executor.verbs,
                     kernels=executor.kernels,
                     dtypes=executor.dtypes,
-                    paths=costs.paths(),
+                    paths=ways[executor.weights[0]].paths(),
                     depth=executor.depth,
                     largest_transfer=executor.largest_transfer,
                 )

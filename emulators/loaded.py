@@ -60,7 +60,7 @@ class Curves:
 
     def latency_ns(self, rate: int, fraction: int) -> int:
         """The latency while the memory moves `rate` bytes/s, at most the cap, with that read fraction."""
-        mix = self._mixes.get(fraction) or self._mix(fraction)
+        mix = self._mix(fraction)
         low = _at(mix.below, rate * mix.below_cap // mix.cap)
         if not mix.weight:
             return low

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tierloop.devices.clocks import set_timer_slack
 from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write, verb
 from tierloop.devices.errors import DeviceError, OutOfRange, ProtocolError, Timeout
+from tierloop.devices.host_speed import host_speed
 from tierloop.devices.regions import Region
 from tierloop.emulators.fabric import Fabric
 
@@ -64,7 +65,7 @@ class Numerics:
         self._kernels: tuple[Callable[..., int], Callable[..., None]] | None = None
         if not fabric.clock.virtual:
             self._load()  # a kernel that compiles while its time runs would break the promise
-            self._learn_ticks()
+            self._learn_host(fabric)
             sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
 
     @classmethod
@@ -101,14 +102,19 @@ class Numerics:
             command = _kept_aside(command, aside)
         return self._pools[paced].submit(lambda: done(self._at_pace(device, command, pace)))
 
-    def copy_ns(self, command: Command, host_bytes_per_s: int) -> int:
-        """How long a small transfer takes on a host that reads and writes so many bytes/s."""
+    def copy_ns(self, command: Command) -> int:
+        """How long a transfer takes on this host when it is idle. On the wall clock only."""
         assert isinstance(command, (Read, Write, Copy))
-        return 2 * _nbytes(command) * 1_000_000_000 // host_bytes_per_s
+        return self._host_ns(_nbytes(command))
 
-    def lead_ns(self, command: Read | Write | Copy, host_bytes_per_s: int) -> int:
-        """How long before its end a large transfer begins, on a host that reads and writes so many bytes/s."""
-        return COPY_EARLY_NS + COPY_MARGIN * 2 * _nbytes(command) * 1_000_000_000 // host_bytes_per_s
+    def lead_ns(self, command: Command) -> int:
+        """How long before its end a large transfer begins. On the wall clock only."""
+        assert isinstance(command, (Read, Write, Copy))
+        return COPY_EARLY_NS + self._host_ns(COPY_MARGIN * _nbytes(command))
+
+    def _host_ns(self, nbytes: int) -> int:
+        """How long this host takes to read and write so many bytes."""
+        return 2 * nbytes * 1_000_000_000 // self._host_bytes_per_s
 
     def settle(self, device: str, command: Command, aside: Aside, outcome: Outcome) -> Outcome:
         """Put what was kept aside in its place; returns the outcome, with an error if that failed."""
@@ -145,11 +151,12 @@ class Numerics:
         self._kernels = (run, copy_bytes)
         return self._kernels
 
-    def _learn_ticks(self) -> None:
-        """Measure the cycle counter now: at the first paced command it would take 50 ms of its time."""
+    def _learn_host(self, fabric: Fabric) -> None:
+        """Measure cycle counter and memory now: at the first command they would take 50 and 300 ms of its time."""
         from tierloop.devices.kernels.pace import ticks_per_ns
 
         ticks_per_ns()
+        self._host_bytes_per_s = fabric.site.shared["host_bytes_per_s"] = host_speed().traffic_bytes_per_s
 
     def _at_pace(self, device: str, command: Command, pace: Pace | None) -> Outcome:
         if pace is None:

@@ -42,7 +42,7 @@ SIZES = (1, 1 << 50)
 FLOPS = (10**6, 10**18)
 _COUNTS = (1, 1 << 20)
 _VERBS = frozenset({"read", "write", "copy", "flush"})
-_KINDS = ("gpu", "cpu", "cxl", "nvme", "pnm")
+KINDS = ("gpu", "cpu", "cxl", "nvme", "pnm")
 _COHERENCES = ("host-only", "snooping", "none")
 
 
@@ -79,7 +79,7 @@ def read_profile(
     _set_constants(values, constants or {}, str(path), "")
     table = Table(values, str(path))
     reader = _Reader(table)
-    kind = table.text("kind", _KINDS)
+    kind = table.text("kind", KINDS)
     summary = table.text("summary")
     memory = reader.memory(table.table("memory"), capacity) if table.has("memory") else None
     if memory is None and capacity is not None:

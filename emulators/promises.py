@@ -15,13 +15,12 @@ nobody woke up in time), the command *overruns*. A run is invalid, not slow, whe
 from __future__ import annotations
 
 from tierloop.devices.completion import Completion
+from tierloop.devices.host_speed import HEADROOM
 from tierloop.devices.site import Site
 
 LIMIT_PERCENT = 5
 GRACE_NS = 20_000_000
 """Overruns of less than 20 ms in all prove nothing: one late wake-up on a shared host may take that long."""
-HEADROOM = 1.5
-"""Paced accesses were seen to keep their rate on hosts that could do this many times as much."""
 BUCKETS = 40
 _LEAST_NS = 100_000_000
 """Traffic is judged over at least 0.1 s: caches take shorter bursts."""

@@ -29,7 +29,7 @@ class Ways:
     """The ways of an executor's queues that have the same weight.
 
     `reach` has the memories that it reaches, `sets` the interleave sets, `transfers` by way the route, its latency and
-    whether firmware runs a medium on it; `media` are those of the site.
+    whether firmware runs a medium on it; `media` are those of the site, `own` is the device's memory ("": it has none).
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Ways:
     ) -> None:
         self.media = fabric.media
         self._capacity = fabric.flows.capacity
-        self._profile = profile
-        self._own = own
+        self.profile = profile
+        self.own = own
         self._sigma = fabric.dilation
-        self._weight = weight
+        self.weight = weight
         self._copies = engine.copies
         self.reach: dict[str, Reach] = {}
         own_reach: dict[str, tuple[Hop, ...]] = {own: ()} if own else {}
@@ -77,8 +77,8 @@ class Ways:
                 reach.latency_ns,
                 self._ceiling(reach, False) // self._sigma,
                 self._ceiling(reach, True) // self._sigma,
-                max(round(self._profile.mlp_lines[0][1] / WINDOW), 1) if self._profile.mlp_lines else 1,
-                self._profile.coherence,
+                max(round(self.profile.mlp_lines[0][1] / WINDOW), 1) if self.profile.mlp_lines else 1,
+                self.profile.coherence,
             )
             for memory, reach in (self.reach | self.sets).items()
         )
@@ -105,7 +105,7 @@ class Ways:
         mixes = tuple(
             mix for memory, (read, written) in moved.items() for mix in self.reach[memory].mixes(read, written)
         )
-        route = Route(demands, self._capacity, self._weight, legs, mixes)
+        route = Route(demands, self._capacity, self.weight, legs, mixes)
         self.transfers[source, target] = (route, latency_ns, on_firmware)
         return self.transfers[source, target]
 
@@ -120,11 +120,11 @@ class Ways:
         """A route on which accesses wait for the latency of these memories, with a window."""
         away_ns = sum(reach.away_ns for reach in reaches)
         waits = tuple({reach.resource: None for reach in reaches if reach.loaded is not None})
-        return Route(demands, self._capacity, self._weight, legs, mixes, window, away_ns, waits)
+        return Route(demands, self._capacity, self.weight, legs, mixes, window, away_ns, waits)
 
     def window(self, nbytes: int, spans: int) -> int:
         """Bytes under way, in thousandths: lines by the size of a span, never more than there are."""
-        lines = lines_of(self._profile.mlp_lines, nbytes // spans)
+        lines = lines_of(self.profile.mlp_lines, nbytes // spans)
         return min(lines * LINE_NBYTES, nbytes * WINDOW)
 
     def small(self, memory: str, is_write: bool, window: int) -> Route:
@@ -145,7 +145,7 @@ class Ways:
         work = firmware.access(reads, writes) if commit else firmware.plan(reads, writes)
         if work.alone_ns:
             job.demands.append((medium.route, work.alone_ns * work.share, work.share * NS, latency_ns))
-        if memory == self._own:
+        if memory == self.own:
             job.media_nbytes += work.nbytes
         job.fault = job.fault or work.fault
 
@@ -163,6 +163,6 @@ class Ways:
         rates = [self._capacity[r] // units for r, units in demands]
         if reach.firmware is not None:
             rates.append(reach.firmware.ceiling(write))
-        if not self._profile.kernels and self._profile.bytes_per_s:
-            rates.append(self._profile.bytes_per_s)
+        if not self.profile.kernels and self.profile.bytes_per_s:
+            rates.append(self.profile.bytes_per_s)
         return min(rates, default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +31,18 @@ def threads_for_little_work() -> Iterator[None]:
         patch.setattr(pool, "_LITTLE", 0)
         patch.setattr(plan, "_FEWEST_ROWS", 1)
         yield
+
+
+@pytest.fixture
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a command line."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        from tierloop.tools.cli import main
+
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

@@ -24,7 +24,7 @@ from tierloop.emulators.profile import read_profile
 from tierloop.tools.calibrating_curves import pooled
 from tierloop.tools.calibrating_squares import cost, minimise
 from tierloop.tools.calibration import Calibration, run_calibration
-from tierloop.tools.cli import Stopped, main
+from tierloop.tools.cli import Stopped
 from tierloop.tools.measuring import Point
 from tierloop.tools.measuring_plan import Plan, plan
 from tierloop.tools.verifying import Verification, read_points, verify
@@ -338,19 +338,6 @@ def test_a_broken_profile_is_refused_by_key(profile: Path, tmp_path: Path, old: 
 
 
 # -- the command line ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """(exit code, stdout, stderr) of a command line."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def test_the_loop_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:

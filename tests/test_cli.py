@@ -19,7 +19,7 @@ from tierloop.devices.errors import ConfigurationError, MediaError, OutOfMemory
 from tierloop.runtime.results import Comparison
 from tierloop.tools import comparing
 from tierloop.tools import demo as demo_tool
-from tierloop.tools.cli import exit_code, main
+from tierloop.tools.cli import exit_code
 from tierloop.tools.options import assignments, policy_options
 from tierloop.tools.output import OutputError
 
@@ -58,19 +58,6 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def run_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of a command line."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 RunCli = Callable[..., tuple[int, str, str]]

@@ -77,9 +77,9 @@ def test_an_end_that_moves_moves_every_deadline_that_is_to_come() -> None:
     pace.wait(1, 1)
 
 
-def test_the_histogram_of_lateness_counts_every_wait() -> None:
+def test_every_wait_is_counted() -> None:
     pace = Pace(0, debt_ns=FAR_NS)
     for _ in range(7):
         pace.wait(0, 1)
-    assert sum(pace.lateness()) == pace.waits == 7
+    assert pace.waits == 7
     assert int(pace.places[DEBT]) > 0

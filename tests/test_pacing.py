@@ -178,7 +178,8 @@ def test_a_large_transfer_of_an_engine_begins_late_however_its_end_moves(tmp_pat
         numerics = dram._numerics  # type: ignore[attr-defined]  # shared by the devices of a site
         region = dram.alloc(LARGE)
         write = Write(region.all(), np.ones(LARGE, dtype=np.uint8))
-        lead_ns = numerics.lead_ns(write, 10_000_000_000)
+        numerics._host_bytes_per_s = 10_000_000_000
+        lead_ns = numerics.lead_ns(write)
         assert lead_ns == COPY_EARLY_NS + COPY_MARGIN * 2 * LARGE // 10
         pace = late_start(1 << 60, lead_ns)
         future = numerics.begin("emu:dram", write, [], lambda _: None, pace)

@@ -16,8 +16,9 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.host_speed import HEADROOM
 from tierloop.emulators.pacing import DEBT_NS, measure_latency, measure_rate
-from tierloop.tools.timing_floor import HEADROOM, lateness
+from tierloop.tools.timing_floor import lateness
 from tierloop.tools.two_clocks import LATENESS_PERCENT
 
 RATES = (100_000_000, 1_000_000_000, 4_000_000_000, 8_000_000_000)

@@ -12,10 +12,10 @@ from typing import Any
 
 from tierloop.devices.info import ExecutorInfo
 from tierloop.devices.platform_file import LATENCIES, RATES
+from tierloop.emulators.profile import KINDS
 from tierloop.tools.measuring import Subject
 from tierloop.tools.measuring_passes import VERSION, Measured
 
-_KINDS = ("gpu", "cpu", "cxl", "nvme", "pnm")
 _DEFINED = "defined: for the fit"
 UNKNOWN_TEXT = "unknown"
 
@@ -42,7 +42,7 @@ class Shape:
             executors.append(subject.kernels)
         info, memory = subject.owner.info, subject.memory
         return cls(
-            info.kind if info.kind in _KINDS else "cpu",
+            info.kind if info.kind in KINDS else "cpu",
             f"{info.name} ({info.kind}), as it was measured through {subject.engine.info.name}",
             memory.capacity,
             memory.alignment,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.host_speed import HEADROOM
 from tierloop.emulators.pacing import measure_latency, measure_rate
 
 DELAYS_NS = (*(m * 10**e for e in (3, 4, 5, 6) for m in (1, 2, 5)), 10_000_000)
@@ -34,7 +35,6 @@ _TILE_NBYTES = 1 << 16
 
 _BUDGET_NS = 100_000_000
 _COPY_NBYTES = 64 << 20
-HEADROOM = 1.5
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.devices.host_speed import host_speed, smallest_dilation
+from tierloop.devices.host_speed import HEADROOM, host_speed, smallest_dilation
 from tierloop.devices.registry import ClockKind
 from tierloop.devices.tables import Table, read_toml
 from tierloop.emulators.parts import Profile
@@ -32,7 +32,6 @@ COVERAGE = 0.8
 _LARGEST = 1 << 40
 _HOST_PERCENT = 0.3
 """How much of the shortest command the host may take to carry it out, where times are stretched."""
-_HEADROOM = 1.5
 
 
 @dataclass(frozen=True)
@@ -308,7 +307,7 @@ def automatic(infos: Sequence[Any], expected: Sequence[Expected]) -> int:
         default=1_000_000.0,
     )
     for_commands = speed.command_ns / (shortest * _HOST_PERCENT / 100)
-    return max(round(need * _HEADROOM), min(round(for_commands), _MOST_FOR_COMMANDS), 2)
+    return max(round(need * HEADROOM), min(round(for_commands), _MOST_FOR_COMMANDS), 2)
 
 
 _MOST_FOR_COMMANDS = 100

@@ -32,11 +32,10 @@ from numpy.typing import NDArray
 
 from tierloop.devices.kernels.compiled import INT64, address_of, inline, kernel, load_int, store_int
 
-START, LENGTH, PER_US, CYCLES, DEBT, SPINS, WORST, DROPPED, WAITS, BUCKETS = range(10)
+START, LENGTH, PER_US, CYCLES, DEBT, SPINS, WORST, DROPPED, WAITS, NUM_PLACES = range(10)
 """Places of a pace, int64 each: ticks of its start and of its length, ticks per µs, whether ticks are cycles, the debt
 that may be made up for, whether waits spin; then what is counted: the worst lateness, what was dropped of the debt, the
-number of waits, and the histogram of lateness: place BUCKETS + k counts waits that ended at most 2**k ticks late."""
-NUM_BUCKETS = 40
+number of waits."""
 PACE = 1
 """Where the address of a pace lies behind a counter, in int64 places."""
 _SLEEP_US, _SPIN_US, _ROUGH_US = 500, 400, 50
@@ -114,11 +113,6 @@ def wait_for(pace: int, done: int, total: int) -> None:
         store_int(pace + 8 * DROPPED, load_int(pace + 8 * DROPPED) + late - debt)
     if late > load_int(pace + 8 * WORST):
         store_int(pace + 8 * WORST, late)
-    bucket = 0
-    while (1 << bucket) < late and bucket < NUM_BUCKETS - 1:
-        bucket += 1
-    place = pace + 8 * (BUCKETS + bucket)
-    store_int(place, load_int(place) + 1)
     store_int(pace + 8 * WAITS, load_int(pace + 8 * WAITS) + 1)
 
 
@@ -138,7 +132,7 @@ class Pace:
 
     def __init__(self, length_ns: int, debt_ns: int = 100_000, start_in_ns: int = 0, spins: bool = True) -> None:
         per_ns = ticks_per_ns()
-        self.places: NDArray[np.int64] = np.zeros(BUCKETS + NUM_BUCKETS, dtype=np.int64)
+        self.places: NDArray[np.int64] = np.zeros(NUM_PLACES, dtype=np.int64)
         self.places[CYCLES] = counts_cycles()
         self.places[PER_US] = max(round(1000 * per_ns), 1)
         self.places[DEBT] = round(debt_ns * per_ns)
@@ -175,13 +169,6 @@ class Pace:
     def waits(self) -> int:
         """How many waits there were."""
         return int(self.places[WAITS])
-
-    def lateness(self) -> list[int]:
-        """How many waits ended at most 2**k ns late, for each k, rounded up from ticks."""
-        counts = [0] * NUM_BUCKETS
-        for bucket, count in enumerate(self.places[BUCKETS:].tolist()):
-            counts[(round((1 << bucket) / ticks_per_ns()) - 1).bit_length() if bucket else 0] += count
-        return counts
 
 
 _of_thread = threading.local()

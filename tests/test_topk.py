@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.attention_case import Float32, launch, whole
-from tierloop.devices.kernels.contract import Topk
+from tierloop.devices.kernels.contract import Topk, check, flops
 
 Int64 = NDArray[np.int64]
 Reduce = Literal["max", "sum"]
@@ -186,3 +186,21 @@ def test_lengths_and_k_that_cannot_be_are_refused(lengths: list[int], k: int) ->
     args = Topk(k, np.array(lengths, dtype=np.int64))
     with pytest.raises(ValueError, match=r"k = .*lengths"):
         launch(args, [whole(np.ones(4, dtype=np.float32))], 0)
+
+
+@pytest.mark.parametrize(("reduce", "group", "additions"), [("max", 4, 0), ("sum", 4, 30), ("sum", 1, 0)])
+def test_only_additions_are_counted_as_arithmetic(reduce: Reduce, group: int, additions: int) -> None:
+    args = Topk(3, np.array([4, 6], dtype=np.int64), group, reduce)
+    assert flops(args, [10 * group * 4]) == additions
+
+
+@pytest.mark.parametrize(
+    ("args", "nbytes", "wrong"),
+    [
+        (Topk(1, np.array([2]), 3), 8, "score bytes: 8 given, 24 needed"),
+        (Topk(1, np.array([2]), 0), 8, "group is 0; allowed: a whole number from 1"),
+        (Topk(1, np.array([2]), 2, "mean"), 16, "reduce is 'mean'; allowed: 'max', 'sum'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_group_that_does_not_fit_is_refused_when_it_is_submitted(args: Topk, nbytes: int, wrong: str) -> None:
+    assert wrong in str(check(args, [(1, nbytes)], [(1, 8)]))

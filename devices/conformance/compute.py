@@ -281,7 +281,7 @@ def check_topk_of_groups_ranks_their_maximum_or_sum(subject: Subject) -> None:
             for scores in (plain, np.where(plain > 1, subject.rng.choice(odd, plain.shape), np.round(plain))):
                 for reduce in ("max", "sum"):
                     want = oracle.topk(scores, lengths, 25, reduce)
-                    args = Topk(25, lengths, group, reduce)  # type: ignore[arg-type]  # literals above
+                    args = Topk(25, lengths, group, reduce)
                     reads = (bench.scattered(as_bytes(scores), lengths * group * 4),)
                     got = bench.launch(args, reads, bench.target(want.nbytes)).view(np.int64).reshape(want.shape)
                     what = f"topk, group {group}, {reduce}"

@@ -83,7 +83,7 @@ class KVShape:
 class Pool:
     """Equal slots in one region of one memory. Capacity is a limit: `take` raises TierTooSmall beyond it."""
 
-    def __init__(self, device: Device, memory: str, num_slots: int, slot_nbytes: int) -> None:
+    def __init__(self, device: Device, memory: str, num_slots: int, slot_nbytes: int, phantom: bool = False) -> None:
         info = device.info.memory(memory)
         assert info is not None, f"{device.info.name} has no memory {memory}"
         self.grid = info.alignment
@@ -93,7 +93,7 @@ class Pool:
         self.device = device
         self.num_slots = num_slots
         try:
-            self.region: Region = device.alloc(max(num_slots, 1) * self.slot_nbytes, memory)
+            self.region: Region = device.alloc(max(num_slots, 1) * self.slot_nbytes, memory, phantom)
         except OutOfMemory as error:
             raise TierTooSmall(
                 f"{memory} is too small: {num_slots} blocks of {self.slot_nbytes} bytes are needed there "

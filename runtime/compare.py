@@ -176,6 +176,7 @@ class _Run:
         loop.run(self._decoder.adopt(request, prompt))
         placement, scales = request.blocks.nbytes_by_memory(), request.blocks.scales
         self._ledger.reset()
+        self._engine.stages.reset()
         if self._trace is not None:
             self._trace.begin(self._platform, title)
         gc.collect()
@@ -212,6 +213,7 @@ class _Run:
             exact=type(self._policy).exact,
             devices=devices,
             links=links,
+            stages={stage: -(-ns // sigma) for stage, ns in sorted(self._engine.stages.ns.items())},
             elapsed_ns=elapsed_ns,
             placement=placement,
             guesses=tuple(self._platform.guesses),

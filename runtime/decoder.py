@@ -9,10 +9,9 @@ request's keys, so that nobody else needs them. The host stays one layer ahead, 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
@@ -20,13 +19,13 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.modules import Modules, StageCost
 from tierloop.runtime.oracle import Recorder
-from tierloop.runtime.policy import Batch, Policy, Request
-from tierloop.runtime.prefill import Prefill
+from tierloop.runtime.policy import Batch, Policy, Predicted, Prediction, Request
+from tierloop.runtime.stages import Activations, Float32, Prefill, StageCost, Stages
 
 Int64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Function = Callable[[list[Bytes], list[Bytes]], None]
 ACTIVATION_ITEM = 4
 LAYERS_AHEAD = 1
 """Layers that are submitted before the one before them has ended. Further ahead, one burst of submissions at the start
@@ -37,7 +36,7 @@ class Decoder:
     """Decodes requests with one model, engine and policy; at most `max_rows` new tokens (requests · q_len) per step."""
 
     def __init__(
-        self, modules: Modules, engine: Engine, policy: Policy, max_rows: int = 1, recorder: Recorder | None = None
+        self, modules: Stages, engine: Engine, policy: Policy, max_rows: int = 1, recorder: Recorder | None = None
     ) -> None:
         self._modules = modules
         self._engine = engine
@@ -70,71 +69,93 @@ class Decoder:
             self._recorder.admitted(request.name, prefill, None if scales is None else scales.values)
 
     async def step(self, requests: Sequence[Request], q_len: int = 1) -> list[int]:
-        """Run the last `q_len` tokens of each request through the model; returns the next token of each, appended."""
+        """Run the last `q_len` tokens of each request through the model; returns the next token of each, appended.
+
+        Where there are no numbers (a phantom run) every next token is 0.
+        """
+        logits = await self._step(list(requests), q_len)
+        tokens = [0] * len(requests) if logits is None else logits.argmax(axis=-1).tolist()
+        for request, token in zip(requests, tokens, strict=True):
+            request.tokens.append(token)
+        return tokens
+
+    async def score(self, requests: Sequence[Request], targets: Sequence[int]) -> list[float]:
+        """A step in which the next tokens are given: appends them, returns their log probabilities (natural)."""
+        logits = await self._step(list(requests), 1)
+        assert logits is not None, "a phantom run has no probabilities"
+        for request, target in zip(requests, targets, strict=True):
+            request.tokens.append(target)
+        wide = logits.astype(np.float64)
+        top = wide.max(axis=-1)
+        lse = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
+        scored: list[float] = (wide[np.arange(len(targets)), list(targets)] - lse).tolist()
+        return scored
+
+    async def _step(self, requests: list[Request], q_len: int) -> Float32 | None:
         assert 0 < len(requests) * q_len <= self._max_rows, "more rows than the decoder was made for"
-        tokens = torch.tensor([r.tokens[-q_len:] for r in requests])
         positions = np.array([range(len(r.tokens) - q_len, len(r.tokens)) for r in requests], dtype=np.int64)
-        shared = _Activations(self._modules, tokens, positions)
+        step = _Step(requests, positions, self._modules.begin([r.tokens[-q_len:] for r in requests], positions))
         ended: list[list[Completion]] = [[]]
         for layer in range(self._engine.shape.num_layers):
-            ended.append(await self._layer(layer, list(requests), positions, shared, ended[-1]))
+            ended.append(await self._layer(layer, step, ended[-1]))
             for completion in ended[-LAYERS_AHEAD - 1]:
                 await completion
-        return await self._head(list(requests), shared, ended[-1])
+        return await self._head(step, ended[-1])
 
-    async def _layer(
-        self, layer: int, requests: list[Request], positions: Int64, shared: _Activations, after: list[Completion]
-    ) -> list[Completion]:
-        queries, keys, values, output = self._segments(layer, positions.size)
-        rows = positions.size
+    async def _layer(self, layer: int, step: _Step, after: list[Completion]) -> list[Completion]:
+        queries, keys, values, output = self._segments(layer, step.rows)
 
-        def qkv(_: list[Bytes], writes: list[Bytes]) -> None:
-            shared.projected = shared.project(layer)
-            projected, new_keys, new_values = shared.projected
-            for request, mine in zip(requests, new_keys, strict=True):
+        def qkv(activations: Activations, writes: list[Bytes]) -> None:
+            step.projected = activations.project(layer)
+            projected, new_keys, new_values = step.projected
+            for request, mine in zip(step.requests, new_keys, strict=True):
                 request.blocks.counted(layer, mine)
-            for array, rows in zip(writes, (folded(layer, requests, projected), new_keys, new_values), strict=True):
+            for array, rows in zip(
+                writes, (folded(layer, step.requests, projected), new_keys, new_values), strict=True
+            ):
                 array[:] = rows.reshape(-1).view(np.uint8)
 
         cost = self._modules.projections[layer]
-        ready = self._launch("qkv", cost, rows, (), ((queries,), (keys,), (values,)), qkv, after)
+        function = step.writing(qkv)
+        ready = self._launch("qkv", cost, step.rows, (), ((queries,), (keys,), (values,)), function, after)
+        count = len(step.requests)
         batch = Batch(
-            requests,
-            positions,
+            step.requests,
+            step.positions,
             queries,
             keys,
             values,
             output,
             ready,
             self._modules.scale,
-            [None] * len(requests),
-            [None] * len(requests),
-            self._predictor(shared, requests, rows, after),
+            [None] * count,
+            [None] * count,
+            [None] * count,
+            self._predictor(step, after),
         )
         await self._policy.layer_input(layer, batch)
         attended = await self._policy.attend(layer, batch)
 
-        def mlp(reads: list[Bytes], _: list[Bytes]) -> None:
-            self._record(layer, batch, shared, reads[0])
-            shared.finish(layer, reads[0])
+        def mlp(activations: Activations, reads: list[Bytes]) -> None:
+            self._record(layer, batch, step, reads[0])
+            activations.finish(layer, reads[0])
 
         cost = self._modules.finishes[layer]
-        return [self._launch("mlp", cost, rows, ((output,),), (), mlp, attended)]
+        return [self._launch("mlp", cost, step.rows, ((output,),), (), step.reading(mlp), attended)]
 
-    async def _head(self, requests: list[Request], shared: _Activations, after: list[Completion]) -> list[int]:
-        count = len(requests)
+    async def _head(self, step: _Step, after: list[Completion]) -> Float32 | None:
+        count = len(step.requests)
         place = self._stage.at(self._stage.nbytes - 8 * self._max_rows, 8 * count)
+        found: list[Float32] = []
 
-        def head(_: list[Bytes], writes: list[Bytes]) -> None:
-            writes[0][:] = shared.next_tokens().view(np.uint8)
+        def head(activations: Activations, writes: list[Bytes]) -> None:
+            found.append(activations.logits())
+            writes[0][:] = found[0].argmax(axis=-1).astype(np.int64).view(np.uint8)
 
-        done = self._launch("head", self._modules.head_cost, count, (), ((place,),), head, after)
-        into = np.empty(8 * count, dtype=np.uint8)
-        await self._engine.read(place, into, [done])
-        tokens: list[int] = into.view(np.int64).tolist()
-        for request, token in zip(requests, tokens, strict=True):
-            request.tokens.append(token)
-        return tokens
+        cost = self._modules.head_cost
+        done = self._launch("head", cost, count, (), ((place,),), step.writing(head), after)
+        await self._engine.read(place, np.zeros(8 * count, dtype=np.uint8), [done])
+        return found[0] if found else None
 
     def _launch(
         self,
@@ -143,10 +164,10 @@ class Decoder:
         rows: int,
         reads: tuple[Operand, ...],
         writes: tuple[Operand, ...],
-        function: Callable[[list[Bytes], list[Bytes]], None],
+        function: Function | None,
         after: Sequence[Completion],
     ) -> Completion:
-        activations = rows * ACTIVATION_ITEM * self._modules.core.config.hidden_size * 2
+        activations = rows * ACTIVATION_ITEM * self._modules.hidden * 2
         args = Dense(label, cost.flops_per_token * rows, cost.weight_nbytes, activations, function)
         return self._engine.launch(self._engine.dense, args, reads, writes, after)
 
@@ -159,26 +180,27 @@ class Decoder:
         queries, keys, values, output = segments
         return queries, keys, values, output
 
-    def _predictor(
-        self, shared: _Activations, requests: list[Request], rows: int, after: list[Completion]
-    ) -> Callable[[int], Awaitable[NDArray[np.float32]]]:
-        async def project(layer: int) -> NDArray[np.float32]:
-            found: list[NDArray[np.float32]] = []
+    def _predictor(self, step: _Step, after: list[Completion]) -> Callable[[int, Segment], Prediction]:
+        def predict(layer: int, target: Segment) -> Prediction:
+            prediction = Prediction(target)
 
-            def predict(_: list[Bytes], __: list[Bytes]) -> None:
-                found.append(folded(layer, requests, shared.project(layer)[0]))
+            def queries(activations: Activations, writes: list[Bytes]) -> None:
+                prediction.queries = folded(layer, step.requests, activations.queries(layer))
+                writes[0][:] = prediction.queries.reshape(-1).view(np.uint8)
 
-            await self._launch("predict", self._modules.projections[layer], rows, (), (), predict, after)
-            return found[0]
+            cost = self._modules.queries[layer]
+            function = step.writing(queries)
+            prediction.ready = self._launch("predict", cost, step.rows, (), ((target,),), function, after)
+            return prediction
 
-        return project
+        return predict
 
-    def _record(self, layer: int, batch: Batch, shared: _Activations, output: Bytes) -> None:
+    def _record(self, layer: int, batch: Batch, step: _Step, output: Bytes) -> None:
         if self._recorder is None:
             return
         shape = self._engine.shape
         outputs = output.view(np.float32).reshape(len(batch.requests), batch.q_len, -1, shape.head_dim_v)
-        queries, keys, values = shared.projected
+        queries, keys, values = step.projected
         for i, request in enumerate(batch.requests):
             self._recorder.rows(request.name, layer, keys[i], values[i])
             self._recorder.attended(
@@ -189,7 +211,42 @@ class Decoder:
                 outputs[i],
                 batch.attended[i],
                 batch.attended_rows[i],
+                _predicted(batch, i),
             )
+
+
+def _predicted(batch: Batch, i: int) -> Predicted | None:
+    held = batch.predicted[i]
+    if held is None:
+        return None
+    positions, prediction = held
+    assert prediction.queries is not None, "a prediction is used when it has been made"
+    return Predicted(positions, prediction.queries[i, 0])
+
+
+class _Step:
+    """One step of a batch, while it goes through the layers."""
+
+    def __init__(self, requests: list[Request], positions: Int64, activations: Activations | None) -> None:
+        self.requests = requests
+        self.positions = positions
+        self.projected: tuple[Float32, ...] = ()
+        self._activations = activations
+
+    @property
+    def rows(self) -> int:
+        """New tokens of all requests."""
+        return self.positions.size
+
+    def writing(self, compute: Callable[[Activations, list[Bytes]], None]) -> Function | None:
+        """What a `dense` launch calls to fill its outputs; None where there are no numbers."""
+        activations = self._activations
+        return None if activations is None else lambda _, writes: compute(activations, writes)
+
+    def reading(self, compute: Callable[[Activations, list[Bytes]], None]) -> Function | None:
+        """What a `dense` launch calls with its inputs."""
+        activations = self._activations
+        return None if activations is None else lambda reads, _: compute(activations, reads)
 
 
 def folded(layer: int, requests: Sequence[Request], queries: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -197,32 +254,3 @@ def folded(layer: int, requests: Sequence[Request], queries: NDArray[np.float32]
     if all(r.blocks.scales is None for r in requests):
         return queries
     return np.stack([r.blocks.folded(layer, mine) for r, mine in zip(requests, queries, strict=True)])
-
-
-class _Activations:
-    """The activations of one step, in the framework's tensors; touched by one stage at a time."""
-
-    def __init__(self, modules: Modules, tokens: torch.Tensor, positions: Int64) -> None:
-        self._modules = modules
-        with torch.inference_mode():
-            self._hidden = modules.embed(tokens)
-            self._rotary = modules.rotary(self._hidden, torch.from_numpy(positions))
-        self.projected: tuple[NDArray[np.float32], ...] = ()
-
-    def project(self, layer: int) -> tuple[NDArray[np.float32], ...]:
-        """Queries (n, q_len, heads, d), keys and values (n, kv heads, q_len, d), float32 C order."""
-        with torch.inference_mode():
-            queries, keys, values = self._modules.project(layer, self._hidden, self._rotary)
-            return tuple(t.float().contiguous().numpy() for t in (queries.transpose(1, 2), keys, values))
-
-    def finish(self, layer: int, output: Bytes) -> None:
-        """Take the attention output (n, q_len, heads, d_v), float32, through the rest of the layer."""
-        with torch.inference_mode():
-            attended = torch.from_numpy(output.view(np.float32).copy()).view(*self._hidden.shape[:2], -1)
-            self._hidden = self._modules.finish(layer, self._hidden, attended.to(self._hidden.dtype))
-
-    def next_tokens(self) -> Int64:
-        """Greedy next token of each request: int64 (n,)."""
-        with torch.inference_mode():
-            tokens: Int64 = self._modules.logits(self._hidden).argmax(dim=-1).numpy()
-        return tokens

@@ -23,8 +23,10 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.states import Node, cover
 from tierloop.runtime.blocks import BlockTable, KVShape, Pool, Rows, TierTooSmall
+from tierloop.runtime.decisions import AsRead, Decisions, Question
 from tierloop.runtime.key_scales import KeyScales
 from tierloop.runtime.loop import Loop
+from tierloop.runtime.stage_times import StageTimes
 
 Int64 = NDArray[np.int64]
 
@@ -64,16 +66,24 @@ class _Relay:
 class Engine:
     """What a policy works with: the platform, the loop, the cache's shape, and the roles of executors.
 
-    Raises ConfigurationError where nobody runs the dense layers, or who does cannot store rows of the cache's type.
+    In a `phantom` run regions have no bytes: commands take their time, nothing is computed, and `decisions` say what
+    the devices would have chosen. Raises ConfigurationError where nobody runs the dense layers, or who does cannot
+    store rows of the cache's type.
     """
 
-    def __init__(self, platform: Platform, shape: KVShape) -> None:
+    def __init__(
+        self, platform: Platform, shape: KVShape, *, phantom: bool = False, decisions: Decisions | None = None
+    ) -> None:
         self.platform = platform
         self.shape = shape
+        self.phantom = phantom
+        self._decisions = decisions or AsRead()
+        self.stages = StageTimes()
         self.loop = Loop(platform.clock)
         self._all_lanes = [Lane(d, e, e.queues[0]) for d, e in platform.executors()]
         self.dense = self._dense_lane()
         self._check_storing()
+        platform.site.observers.append(self.stages)
         self._regions: list[Region] = []
         self._movers: dict[tuple[str, str], Lane | None] = {}
         self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
@@ -100,7 +110,9 @@ class Engine:
 
     def pool(self, memory: str, num_slots: int, slot_nbytes: int = 0) -> Pool:
         """Cut `num_slots` slots (default: of a block's size) out of a memory. Raises TierTooSmall."""
-        pool = Pool(self.platform.memory_owner(memory), memory, num_slots, slot_nbytes or self.shape.block_nbytes)
+        pool = Pool(
+            self.platform.memory_owner(memory), memory, num_slots, slot_nbytes or self.shape.block_nbytes, self.phantom
+        )
         self._pools.append(pool)
         return pool
 
@@ -114,7 +126,7 @@ class Engine:
         device = self.platform.memory_owner(memory)
         info = device.info.memory(memory)
         grid = info.alignment if info else 1
-        region = device.alloc(max(-(-nbytes // grid) * grid, grid), memory)
+        region = device.alloc(max(-(-nbytes // grid) * grid, grid), memory, self.phantom)
         self._regions.append(region)
         return region
 
@@ -141,6 +153,8 @@ class Engine:
 
     def close(self) -> None:
         """Free scratch and pools; the platform stays open."""
+        if self.stages in self.platform.site.observers:
+            self.platform.site.observers.remove(self.stages)
         for pool in self._pools:
             pool.close()
         for region in self._regions:
@@ -221,6 +235,16 @@ class Engine:
     def read(self, source: Segment, into: NDArray[np.uint8], after: Sequence[Completion] = ()) -> Completion:
         """Segment → host buffer."""
         return self.port("read", source.region.memory).submit(Read(source, into), after)
+
+    async def decide(self, indices: Segment, question: Question, after: Sequence[Completion] = ()) -> Int64:
+        """What the devices chose, read from `indices`, int64 (lists, k): the one way in which values steer a policy."""
+        into = np.zeros(indices.spans.nbytes, dtype=np.uint8)
+        await self.stages.mark(self.read(indices, into, after), "decide")
+        shape = len(question.lengths), question.k
+        read = None if self.phantom else into.view(np.int64).reshape(shape)
+        answer = self._decisions.answer(question, read)
+        assert answer.shape == shape, "an answer has k entries for every list"
+        return answer
 
     def copy(self, source: Segment, target: Segment, after: Sequence[Completion] = ()) -> Completion:
         """Segment → segment: one command where an executor reaches both, otherwise two through the host's memory.

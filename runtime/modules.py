@@ -9,24 +9,20 @@ anything with another structure is refused by name rather than computed wrongly.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from tierloop.runtime.stages import Float32, Int64, StageCost
 
 Tensor = torch.Tensor
 
 
 class UnsupportedModel(ValueError):
     """The architecture has a part that the layer-stepping decoder does not know; the message names it."""
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """FLOPs per token and bytes of weights of one stage."""
-
-    flops_per_token: int
-    weight_nbytes: int
 
 
 class Modules:
@@ -52,12 +48,18 @@ class Modules:
         self.head_dim: int = attention.head_dim
         self.scale: float = float(attention.scaling)
         self._rotate = vars(sys.modules[type(attention).__module__])["apply_rotary_pos_emb"]
+        self.hidden: int = config.hidden_size
+        self.queries = [_cost(la.self_attn.q_proj, la.input_layernorm) for la in self.layers]
         self.projections = [
             _cost(la.self_attn.q_proj, la.self_attn.k_proj, la.self_attn.v_proj, la.input_layernorm)
             for la in self.layers
         ]
         self.finishes = [_cost(la.self_attn.o_proj, la.mlp, la.post_attention_layernorm) for la in self.layers]
         self.head_cost = _cost(self.head, self.core.norm)
+
+    def begin(self, tokens: Sequence[Sequence[int]], positions: Int64) -> TensorActivations:
+        """Start a step of the decoder (stages.py)."""
+        return TensorActivations(self, tokens, positions)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int64 (n, q_len) → (n, q_len, hidden)."""
@@ -82,6 +84,17 @@ class Modules:
         queries, keys = self._rotate(queries.transpose(1, 2), keys.transpose(1, 2), *rotary)
         return queries, keys, values
 
+    def project_queries(self, number: int, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """The queries of `project` alone: (n, heads, q_len, head_dim)."""
+        layer = self.layers[number]
+        normed = layer.input_layernorm(hidden)
+        queries = layer.self_attn.q_proj(normed).view(*normed.shape[:-1], -1, self.head_dim)
+        if hasattr(layer.self_attn, "q_norm"):
+            queries = layer.self_attn.q_norm(queries)
+        queries = queries.transpose(1, 2)
+        rotated: Tensor = self._rotate(queries, queries, *rotary)[0]
+        return rotated
+
     def finish(self, number: int, hidden: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from its input and the attention output (n, q_len, q heads · head_dim)."""
         layer = self.layers[number]
@@ -93,6 +106,49 @@ class Modules:
         """(n, q_len, hidden) → logits of the last position, (n, vocab)."""
         logits: Tensor = self.head(self.core.norm(hidden[:, -1]))
         return logits
+
+
+class TensorActivations:
+    """The activations of one step, in the framework's tensors."""
+
+    def __init__(self, modules: Modules, tokens: Sequence[Sequence[int]], positions: Int64) -> None:
+        self._modules = modules
+        with torch.inference_mode():
+            self._hidden = modules.embed(torch.tensor([list(mine) for mine in tokens]))
+            self._rotary = modules.rotary(self._hidden, torch.from_numpy(positions))
+
+    @property
+    def hidden(self) -> Float32:
+        """What the next layer begins with: (n, q_len, hidden)."""
+        hidden: Float32 = self._hidden.float().numpy()
+        return hidden
+
+    def project(self, layer: int) -> tuple[Float32, Float32, Float32]:
+        """Queries, keys and values of a layer."""
+        with torch.inference_mode():
+            queries, keys, values = self._modules.project(layer, self._hidden, self._rotary)
+            return _array(queries.transpose(1, 2)), _array(keys), _array(values)
+
+    def queries(self, layer: int) -> Float32:
+        """The queries alone."""
+        with torch.inference_mode():
+            return _array(self._modules.project_queries(layer, self._hidden, self._rotary).transpose(1, 2))
+
+    def finish(self, layer: int, output: NDArray[np.uint8]) -> None:
+        """Take the attention output through the rest of the layer."""
+        with torch.inference_mode():
+            attended = torch.from_numpy(output.view(np.float32).copy()).view(*self._hidden.shape[:2], -1)
+            self._hidden = self._modules.finish(layer, self._hidden, attended.to(self._hidden.dtype))
+
+    def logits(self) -> Float32:
+        """Logits of the last position."""
+        with torch.inference_mode():
+            return _array(self._modules.logits(self._hidden))
+
+
+def _array(tensor: Tensor) -> Float32:
+    array: Float32 = tensor.float().contiguous().numpy()
+    return array
 
 
 def _check_layer(model: str, number: int, layer: Any) -> None:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.bounds import rounding_bound, softmax
 from tierloop.runtime.dtypes import exact_keys, exact_values, keys_to_bytes, values_to_bytes
-from tierloop.runtime.prefill import Prefill
+from tierloop.runtime.policy import Predicted
+from tierloop.runtime.stages import Prefill
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
@@ -91,6 +92,7 @@ class Recorder:
         outputs: NDArray[np.float32],
         blocks: list[Int64] | None,
         rows: list[Int64] | None = None,
+        predicted: Predicted | None = None,
     ) -> None:
         """One step of one layer: float32 (q_len, q heads, d) and (q_len, q heads, d_v).
 

@@ -14,14 +14,14 @@ State belongs to a request, in `request.state`, and goes with it. The numbers de
 placement, schedule or the order in which devices finish.
 
 Where keys are codes, every query that a policy sees has the scales of its request's keys in it already, in `prefilled`,
-`Batch.queries` and `Batch.project` alike; so rows of codes, and means of them, are scored and attended as they are.
+`Batch.queries` and `Batch.predict` alike; so rows of codes, and means of them, are scored and attended as they are.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -64,6 +64,27 @@ class Request:
         return self.table
 
 
+@dataclass(eq=False)
+class Prediction:
+    """A layer's queries predicted from an earlier layer's input, as kernels take them.
+
+    `target` is the segment that they are written to, `ready` the completion that makes it valid; `queries` float32
+    (n, q_len, q heads, head_dim) are there when it has ended, and stay None where there are no numbers.
+    """
+
+    target: Segment
+    ready: Completion = field(init=False)
+    queries: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """Rows whose logits were taken with a predicted query: positions of each KV head, queries (q heads, head_dim)."""
+
+    positions: list[Int64]
+    queries: NDArray[np.float32]
+
+
 @dataclass
 class Batch:
     """A micro-batch in one layer.
@@ -73,6 +94,7 @@ class Batch:
     head_dim_v). `ready` is the completion that makes queries and rows valid; `positions` int64 (n, q_len) are the
     logical positions of the new tokens. `attended` may name, per request, the blocks of each KV head that were attended
     (None: all of them), for the oracle; `attended_rows` likewise the positions, where rows are chosen and not blocks.
+    `predicted` names, per request, the positions of each KV head whose logits were taken with a prediction.
     """
 
     requests: list[Request]
@@ -85,8 +107,9 @@ class Batch:
     scale: float
     attended: list[list[Int64] | None] = field(default_factory=list)
     attended_rows: list[list[Int64] | None] = field(default_factory=list)
-    project: Callable[[int], Awaitable[NDArray[np.float32]]] | None = None
-    """A layer's queries predicted from this layer's input: project(layer) → float32 (n, q_len, q heads, head_dim)."""
+    predicted: list[tuple[list[Int64], Prediction] | None] = field(default_factory=list)
+    predict: Callable[[int, Segment], Prediction] | None = None
+    """A layer's queries, predicted from this layer's input where the modules run, into a segment there."""
 
     @property
     def q_len(self) -> int:
@@ -103,6 +126,8 @@ class Policy:
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    mechanisms: ClassVar[tuple[str, ...]] = ()
+    """What can be switched off by itself: names for the option `without`, where a policy has it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -123,7 +148,7 @@ class Policy:
                         table.put(layer, side, head, blocks, pool)
         table.length[layer] = count
         writes = []
-        if table.scales is not None:
+        if table.scales is not None and not self.engine.phantom:
             table.scales.measure(layer, keys)
             scales = np.ascontiguousarray(table.scales.values[layer]).view(np.uint8).reshape(-1)
             writes.append(self.engine.write(table.scales.place(layer), scales))
@@ -213,12 +238,14 @@ class Policy:
         return np.asarray(ids[ids * self.shape.split_tokens < length], dtype=np.int64)
 
     def _write_rows(self, request: Request, layer: int, side: int, rows: NDArray[np.float32]) -> list[Completion]:
-        """Write a layer's K or V rows from the host into the blocks that have places.
+        """Write a layer's K or V rows from the host into the blocks that have places; nothing in a phantom run.
 
         Full blocks go from where the framework left them, or from their one conversion, without another copy: a command
         for each stretch of neighbouring blocks of a head in one pool. What does not fill whole units of a medium is
         padded with zeros first.
         """
+        if self.engine.phantom:
+            return []
         shape, table = self.shape, request.blocks
         heads, count, _ = rows.shape
         if side == K:

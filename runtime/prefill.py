@@ -16,24 +16,8 @@ from numpy.typing import NDArray
 
 from tierloop.runtime.models import Model
 from tierloop.runtime.modules import Modules
+from tierloop.runtime.stages import LAST_QUERIES, Prefill
 from tierloop.runtime.workloads import WorkloadError
-
-LAST_QUERIES = 64
-"""Queries of the prompt's end that are kept for policies which rank rows by them (SnapKV and KVDrive use 16 to 64)."""
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A prompt's cache: per layer keys and values float32 (kv heads, tokens, head_dim), and the last queries.
-
-    `queries` are float32 (n, q heads, head_dim) per layer, n ≤ 64; `first_token` is the first generated token.
-    """
-
-    tokens: tuple[int, ...]
-    keys: tuple[NDArray[np.float32], ...]
-    values: tuple[NDArray[np.float32], ...]
-    queries: tuple[NDArray[np.float32], ...]
-    first_token: int
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,12 @@ class PolicyResult:
     """The largest ratio of error to bound over all outputs; above 1 a bound is broken."""
     checked: int = 0
     """Output vectors that the oracle has checked."""
+    mass_recall: float = 1.0
+    """Mean share of dense attention's probability that lies on the rows that were attended."""
+    topk_recall: float = 1.0
+    """Mean share of the rows of largest probability that were attended."""
+    attended_share: float = 1.0
+    """Mean share of the visible rows that were attended."""
     clipped_keys: int = 0
     """Elements of keys that were beyond the range of 8-bit codes and were stored as the largest one."""
     tokens_per_s: float = 0.0
@@ -68,6 +74,8 @@ class PolicyResult:
     answered: bool = False
     devices: dict[str, DeviceUse] = field(default_factory=dict)
     links: dict[str, LinkUse] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
+    """Busy ns of the decode by stage, scaled back: sums of commands, so stages that overlap count both."""
     placement: dict[str, int] = field(default_factory=dict)
     """Bytes of the KV cache on each memory at the end of prefill."""
     guesses: tuple[str, ...] = ()

@@ -308,11 +308,14 @@ def test_predicted_queries_have_the_scales_that_queries_have(dtype: str) -> None
     class Predicts(AllGpu):
         async def layer_input(self, layer: int, batch: Batch) -> None:
             nonlocal checked
-            assert batch.project is not None
-            await batch.ready
-            raw = np.empty(batch.queries.spans.nbytes, dtype=np.uint8)
-            await self.engine.read(batch.queries, raw)
-            assert (await batch.project(layer)).tobytes() == raw.tobytes()
+            assert batch.predict is not None
+            raw, predicted = np.empty((2, batch.queries.spans.nbytes), dtype=np.uint8)
+            there = self.engine.scratch(self.engine.dense.memory, len(raw)).at(0, len(raw))
+            await self.engine.read(batch.queries, raw, [batch.ready])
+            prediction = batch.predict(layer, there)
+            await self.engine.read(there, predicted, [prediction.ready])
+            assert prediction.queries is not None
+            assert prediction.queries.tobytes() == predicted.tobytes() == raw.tobytes()
             checked += 1
 
     decode(MODEL, [PROMPT[:40], PROMPT[40:80]], Predicts, dtype=dtype)

@@ -36,7 +36,7 @@ from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.decoder import folded
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.policy import Batch, Policy, Request, make
-from tierloop.runtime.prefill import LAST_QUERIES
+from tierloop.runtime.stages import LAST_QUERIES
 
 Float = NDArray[np.float32]
 NAME = "tierloop"

@@ -70,6 +70,8 @@ class ClusterTopk(SplitAll):
                 f"it must be at least cluster_tokens, which is {cluster_tokens}"
             )
         if budget < 1:
+            if engine.phantom:
+                raise ConfigurationError("cluster-topk: clusters are made of keys, which a phantom run does not have")
             check_clusters(engine)
         self.budget = budget
         self.dense_layers = int(dense_layers)

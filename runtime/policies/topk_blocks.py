@@ -21,6 +21,7 @@ from tierloop.devices.kernels.contract import Dense, Score, Topk
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import K
+from tierloop.runtime.decisions import Question
 from tierloop.runtime.dtypes import from_bytes, keys_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import Chosen
@@ -69,7 +70,7 @@ class TopkBlocks(SplitAll):
     async def place(self, request: Request, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         await super().place(request, layer, keys, values)
         full = keys.shape[1] // self.shape.block_tokens
-        if full:
+        if full and not self.engine.phantom:
             scales, dtype = request.blocks.scales, self.shape.dtype
             rows = keys[:, : full * self.shape.block_tokens]
             stored = from_bytes(keys_to_bytes(rows, dtype, None if scales is None else scales.values[layer]), dtype)
@@ -136,9 +137,11 @@ class TopkBlocks(SplitAll):
             )
             done = self.engine.launch(dense, score, ((batch.queries,), summaries), ((scores,),), [batch.ready])
             done = self.engine.launch(dense, Topk(k, lengths), ((scores,),), ((indices,),), [done])
-            into = np.empty(indices.spans.nbytes, dtype=np.uint8)
-            await self.engine.read(indices, into, [done])
-            picked = into.view(np.int64).reshape(len(ranges), shape.num_kv_heads, k)
+            starts = np.array([first * shape.block_tokens for _, _, first in runs], dtype=np.int64)
+            names = tuple(r.name for r in batch.requests)
+            step = int(batch.positions[0, 0])
+            question = Question("topk", layer, names, step, lengths, starts, shape.block_tokens, k)
+            picked = (await self.engine.decide(indices, question, [done])).reshape(len(ranges), shape.num_kv_heads, k)
         return [self._chosen(r, layer, ranges[i], picked[i]) for i, r in enumerate(batch.requests)]
 
     def _chosen(self, request: Request, layer: int, competing: tuple[int, int, int], picked: Int64) -> Chosen:

@@ -203,4 +203,3 @@ class ShapeStages:
     def begin(self, tokens: Sequence[Sequence[int]], positions: NDArray[np.int64]) -> Activations | None:
         """Shapes only: there is nothing to compute."""
         return None
-

@@ -2,8 +2,8 @@
 
 The same policy code, decoder and engine as for real bytes; what has no bytes are the model (`Stages.begin` answers
 None), the prompt (zero-stride arrays of the right shape, of which nothing is written) and the regions. Every command is
-submitted and takes its time. What depends on data is answered by `decisions`: a recorded selection, with which the times
-are those of the recorded run exactly, or a locality model.
+submitted and takes its time. What depends on data is answered by `decisions`: a recorded selection, with which the
+times are those of the recorded run exactly, or a locality model.
 
 Times are `simulated` where everything that they rest on is known, and `extrapolated` with the reasons where not:
 constants of the platform that are assumed or unknown, contexts beyond what the model was made for, and what the caller
@@ -28,6 +28,7 @@ from tierloop.runtime.decisions import Decisions
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.ledger import Ledger
+from tierloop.runtime.locality_selection import LocalitySelection
 from tierloop.runtime.policy import Policy, Request, check_options, make
 from tierloop.runtime.results import PolicyResult
 from tierloop.runtime.selection import ReplayedSelection
@@ -85,9 +86,10 @@ def run_phantom(
     """Decode `steps` tokens of each of `batch` requests with prompts of `context` tokens (or one length each).
 
     `platform` is open, virtual and emulated; it is the caller's, and everything taken there is given back. `model` is
-    the name that a replayed selection has to be of; `context_limit` what the model was made for, in tokens;
-    `extrapolations` are further reasons. `observer` is called with the policy after the last step, to look at its state.
-    A memory that is too small gives a result with `refused`. Raises ConfigurationError for anything else that is wrong.
+    the name that a replayed selection has to be of, and a locality model should be; `context_limit` is what the model
+    was made for, in tokens; `extrapolations` are further reasons. `observer` is called with the policy after the last
+    step, to look at its state. A memory that is too small gives a result with `refused`. Raises ConfigurationError for
+    anything else that is wrong.
     """
     load = PhantomLoad(tuple(context) if isinstance(context, Sequence) else (context,) * batch, steps, warmup_steps)
     if not platform.clock.virtual:
@@ -97,8 +99,7 @@ def run_phantom(
     if isinstance(decisions, ReplayedSelection):
         decisions.check(kv_shape, policy.name, policy.options, load.prompt_tokens, load.all_steps, model)
     watch = WallClock()
-    reasons = (*extrapolations, *_beyond(load, context_limit))
-    notes = (*platform.notes, *reasons)
+    reasons = [*extrapolations, *_beyond(load, context_limit)]
     engine = Engine(platform, kv_shape, phantom=True, decisions=decisions)
     observers = platform.site.observers
     before = list(observers)
@@ -106,12 +107,18 @@ def run_phantom(
         made = make(kind, engine, policy.options)
         result = _Run(platform, engine, stages, made, load).decode(policy.title, observer)
     except (TierTooSmall, OutOfMemory) as error:
-        return PolicyResult(policy.title, platform.name, refused=str(error), notes=notes, wall_s=watch.now() / 1e9)
+        result = PolicyResult(policy.title, platform.name, refused=str(error))
     finally:
         engine.close()
         observers[:] = [each for each in observers if each in before]
-    provenance = "extrapolated" if reasons else platform.provenance
-    return replace(result, provenance=provenance, notes=notes, wall_s=watch.now() / 1e9)
+    if isinstance(decisions, LocalitySelection):
+        reasons += decisions.beyond(model, max(load.prompt_tokens))
+    return replace(
+        result,
+        provenance="" if result.refused else "extrapolated" if reasons else platform.provenance,
+        notes=(*platform.notes, *reasons),
+        wall_s=watch.now() / 1e9,
+    )
 
 
 class _Run:

@@ -1,14 +1,15 @@
 """Recorded selections: what a policy decided on real bytes, to be answered again where there are none.
 
-A phantom run has no bytes to decide by. `RecordedSelection` stands between a policy and what the devices read, and keeps
-every answer; `SelectionRecord` is what it has kept, in memory or in a file; `ReplayedSelection` gives the same answers
-to a run of the same model, shape, policy, options and prompts, whatever the platform. A question is found again by its
-step, layer and label, and, where a policy asks several times for one of these, by the order in which it does.
+A phantom run has no bytes to decide by. `RecordedSelection` stands between a policy and what the devices read, and
+keeps every answer; `SelectionRecord` is what it has kept, in memory or in a file; `ReplayedSelection` gives the same
+answers to a run of the same model, shape, policy, options and prompts, whatever the platform. A question is found again
+by its step, layer and label, and, where a policy asks several times for one of these, by the order in which it does.
 
 The file is an .npz of four arrays, without pickles:
 
     header    uint8: JSON in UTF-8 with `format`, `version` and the fields of `Origin`
-    entries   int64 (n, 7): step, layer, label (its number in the header's `labels`), lists, k, unit, offset in `answers`
+    entries   int64 (n, 7): step, layer, number of the label in the header's `labels`, lists, k, unit, and where in
+              `answers` it begins
     lists     int64 (sum of lists, 2): length and first token position of each list, entry after entry
     answers   int32 (sum of lists · k): candidates, best first, −1 where a list is shorter
 

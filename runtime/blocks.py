@@ -200,6 +200,16 @@ class BlockTable:
         self.state[layer, side, head, blocks] = state
         self.version += 1
 
+    def move(self, layer: int, side: int, heads: Int64, block: int, pool: Pool, offsets: Int64) -> None:
+        """Publish the new places of a block of some heads, slots of `pool` at `offsets`, and return the old ones."""
+        where = (layer, side, heads, block)
+        numbers, old = self.pool[where].copy(), self.offset[where].copy()
+        self.pool[where], self.offset[where] = self.number(pool), offsets
+        self.state[where] = SEALED
+        for number in np.unique(numbers).tolist():
+            self.pools[number].give(old[numbers == number])
+        self.version += 1
+
     def folded(self, layer: int, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """Queries (..., q heads, head_dim) as kernels and policies take them: with the scales of the keys in them."""
         return queries if self.scales is None else self.scales.fold(layer, queries)

@@ -283,7 +283,10 @@ class BlockTable:
 
     def places(self, layer: int, heads: Int64, blocks: Int64) -> Places:
         """Pool numbers and offsets of blocks, [side, n] each; copies that a caller may change."""
-        return Places(self.pool[layer][:, heads, blocks], self.offset[layer][:, heads, blocks])
+        at = heads * self.pool.shape[3] + blocks  # one index: a third of the time of two
+        return Places(
+            self.pool[layer].reshape(2, -1).take(at, axis=1), self.offset[layer].reshape(2, -1).take(at, axis=1)
+        )
 
     def row_segments(self, layer: int, side: int, first: int, count: int) -> Operand:
         """Places of `count` new rows from position `first` on, for all heads: head-major, one span per row."""

@@ -20,6 +20,8 @@ Int64 = NDArray[np.int64]
 
 _ROUNDS = 12
 """Drawings before the rest of a list is taken from what is left of it: only where most candidates are picked."""
+_FULL = 0.9
+"""The share of a part that runs are drawn for, at most: beyond it nearly everything that is drawn is there already."""
 
 
 class LocalitySelection:
@@ -31,7 +33,6 @@ class LocalitySelection:
         self.asked = False
         """Whether any answer was needed: times of a policy that selects nothing do not rest on the model."""
         self._layers = [model.layer(number, num_layers) for number in range(num_layers)]
-        self._cumulative = [np.concatenate(([0.0], np.cumsum(layer.positions))) for layer in self._layers]
         self._last: dict[tuple[str, int, tuple[str, ...]], tuple[_Picks, Int64, int]] = {}
 
     def answer(self, question: Question, read: Int64 | None) -> Int64:
@@ -50,8 +51,11 @@ class LocalitySelection:
                 moved = None if same else np.where((last.answer < 0) | (tokens < 0), -1, tokens // question.unit)
                 picks.keep(last, moved, layer.persistence, random)
         mean_run = max(layer.run_tokens / question.unit, 1.0)
-        for _ in range(_ROUNDS):
-            if not picks.add_runs(self._cumulative[question.layer], mean_run, random):
+        cumulative = _cumulative(layer.positions, question)
+        accepted = 1.0
+        for number in range(_ROUNDS):
+            accepted = picks.add_runs(cumulative, mean_run, random, accepted, number == 0)
+            if not accepted:
                 break
         picks.fill(random)
         self._last[key] = (picks, question.first.copy(), question.unit)
@@ -66,6 +70,24 @@ class LocalitySelection:
         if longest > self.model.longest:
             reasons.append(f"locality was fitted to prompts of at most {self.model.longest:,} tokens")
         return reasons
+
+
+def _cumulative(positions: tuple[float, ...], question: Question) -> NDArray[np.float64]:
+    """Where runs begin: the shares of the parts, cumulated, of which none is asked for more than it has.
+
+    What a part of the lists cannot give is asked of the others, in proportion to theirs.
+    """
+    share = np.array(positions)
+    most = _FULL * float(question.lengths.sum()) / (PARTS * max(question.k * len(question.lengths), 1))
+    for _ in range(PARTS):
+        over = share > most
+        rest = share[~over].sum()
+        if not over.any() or rest <= 0:
+            break
+        share = np.where(over, most, share * max(1 - most * over.sum(), 0) / rest)
+    total = share.sum()
+    share = share / total if total > 0 else np.full(PARTS, 1 / PARTS)
+    return np.concatenate(([0.0], np.cumsum(share)))
 
 
 class _Picks:
@@ -90,7 +112,7 @@ class _Picks:
 
         `moved` are the earlier candidates as candidates of this one, −1 for what is none any more (None: they are).
         """
-        if moved is None and (last._high, last.answer.shape) == (self._high, self.answer.shape):
+        if moved is None and last._high == self._high:
             flat, place = last._held >> last._low, last._held & ((1 << last._low) - 1)
         else:
             flat, place = self._flat(last.answer if moved is None else moved)
@@ -105,16 +127,25 @@ class _Picks:
         fits = new < self._wanted[lists]
         self._hold(flat[fits], lists[fits], new[fits])
 
-    def add_runs(self, cumulative: NDArray[np.float64], mean_run: float, random: np.random.Generator) -> bool:
-        """Draw runs for what is missing; whether anything was. What is there already is not counted again.
+    def add_runs(
+        self,
+        cumulative: NDArray[np.float64],
+        mean_run: float,
+        random: np.random.Generator,
+        expected: float = 1.0,
+        lengthen: bool = False,
+    ) -> float:
+        """Draw runs for what is missing; returns the share that was not there already, 0 where nothing was missing.
 
-        The run that is longer than what is left of a list is cut there as often as its shorter part is of it, and
-        lengthens a run that is there otherwise: so the mean stays what it is.
+        More is drawn where less than 1 of it is `expected` to be new. The run that is longer than what is left of a
+        list is cut there as often as its shorter part is of it, and lengthens a run that is there otherwise (if
+        `lengthen`): so the mean stays what it is.
         """
         missing = self._wanted - self.count
-        number = np.where(missing > 0, np.ceil(missing / mean_run * 1.1).astype(np.int64) + 1, 0)
+        asked = np.ceil(missing / max(expected, 0.05)).astype(np.int64)
+        number = np.where(missing > 0, np.ceil(asked / mean_run * 1.1).astype(np.int64) + 1, 0)
         if not number.any():
-            return False
+            return 0.0
         lists = np.repeat(np.arange(len(number)), number)
         lengths = self._lengths[lists]
         where = np.interp(random.random(len(lists)), cumulative, np.linspace(0, 1, PARTS + 1))
@@ -123,10 +154,10 @@ class _Picks:
         begun = np.cumsum(sizes) - sizes
         some = number > 0
         begun -= np.repeat(begun[(np.cumsum(number) - number)[some]], number[some])
-        cut = np.clip(missing[lists] - begun, 0, sizes)
-        longer = np.flatnonzero((cut > 0) & (cut < sizes))
-        longer = longer[random.random(len(longer)) * sizes[longer] >= cut[longer]]
-        self._lengthen(begins, lists, longer, random)
+        cut = np.clip(asked[lists] - begun, 0, sizes)
+        if lengthen:
+            longer = np.flatnonzero((cut > 0) & (cut < sizes))
+            self._lengthen(begins, lists, longer[random.random(len(longer)) * sizes[longer] >= cut[longer]], random)
         sizes = np.clip(cut, 0, lengths - begins)
         ends = np.cumsum(sizes)
         drawn = np.arange(int(ends[-1])) + np.repeat(begins - (ends - sizes), sizes)
@@ -139,13 +170,16 @@ class _Picks:
             held = self._held >> self._low
             fresh &= held[np.minimum(np.searchsorted(held, flat), len(held) - 1)] != flat
         flat, order = flat[fresh], order[fresh]
-        accepted = np.zeros(len(drawn), dtype=bool)
-        accepted[order] = True
-        taken = np.cumsum(accepted) - 1
+        new = np.zeros(len(drawn), dtype=bool)
+        new[order] = True
+        rank = np.cumsum(new) - 1
         lists = flat >> self._high
         by_list = np.bincount(lists, minlength=len(self.count))
-        self._hold(flat, lists, taken[order] - (np.cumsum(by_list) - by_list)[lists] + self.count[lists])
-        return True
+        place = rank[order] - (np.cumsum(by_list) - by_list)[lists]
+        fits = place < missing[lists]
+        flat, lists, place = flat[fits], lists[fits], place[fits]
+        self._hold(flat, lists, place + self.count[lists])
+        return max(float(new.mean()), 1e-9)
 
     def fill(self, random: np.random.Generator) -> None:
         """Take what is still missing evenly from what is left."""

@@ -46,7 +46,7 @@ class Asked:
     budgets: tuple[float, ...] = (0.05, 0.1, 0.25)
     contexts: tuple[int, ...] = (1024,)
     tasks: tuple[str, ...] = ()
-    """None: all that the model has."""
+    """Empty: all that the model has."""
     prompts: int = 8
     seed: int = 0
     kv_dtype: str = "float32"
@@ -261,9 +261,7 @@ def _hear_dense(cell: Cell, prefill: Prefill, case: Case) -> _Heard:
     return _Heard(_right(case, said), sum(scores) / len(scores))
 
 
-def _hear(
-    cell: Cell, shape: KVShape, variant: _Variant, platform: Platform, prefill: Prefill, case: Case
-) -> _Heard:
+def _hear(cell: Cell, shape: KVShape, variant: _Variant, platform: Platform, prefill: Prefill, case: Case) -> _Heard:
     engine = Engine(platform, shape)
     policy = make(variant.kind, engine, variant.options)
     platform.site.observers.append(policy.observe)
@@ -295,13 +293,14 @@ def _hear(
 
 def _right(case: Case, said: Sequence[int]) -> tuple[bool, ...]:
     """Whether each turn was answered as expected, in every token."""
-    answers = iter(said)
-    return tuple(all([next(answers) == token for token in turn.expected]) for turn in case.turns)
+    right, first = [], 0
+    for turn in case.turns:
+        right.append(tuple(said[first : first + len(turn.expected)]) == turn.expected)
+        first += len(turn.expected)
+    return tuple(right)
 
 
-def _row(
-    cell: Cell, variant: _Variant, dense: list[_Heard], heard: list[_Heard], refused: str | None
-) -> Row:
+def _row(cell: Cell, variant: _Variant, dense: list[_Heard], heard: list[_Heard], refused: str | None) -> Row:
     row = Row(variant.policy, variant.budget, cell.context, cell.task, refused=refused, exact=variant.kind.exact)
     if refused is not None:
         return row

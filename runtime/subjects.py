@@ -109,7 +109,7 @@ class RecallSubject:
 def check_task(subject: Subject, task: str) -> None:
     """Raises ConfigurationError for a task that the model cannot be given."""
     if task not in subject.tasks:
-        raise ConfigurationError(f"--task {task!r}: {subject.name} has no such task; {nearest(task, subject.tasks)}")
+        raise ConfigurationError(f"--task {task!r}: {subject.name} has no such task; {nearest(task, list(subject.tasks))}")
 
 
 def check_context(subject: Subject, context: int) -> None:

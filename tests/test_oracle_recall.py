@@ -42,7 +42,7 @@ class Watched:
     def logits(self, layer: int, head: int, queries: Float32 | None = None) -> NDArray[np.float64]:
         """float64 (group, rows)."""
         asked = (self.queries if queries is None else queries)[2 * head : 2 * head + 2]
-        return SCALE * asked.astype(np.float64) @ self.keys[layer, head].astype(np.float64).T
+        return np.asarray(SCALE * asked.astype(np.float64) @ self.keys[layer, head].astype(np.float64).T)
 
     def answer(self, layer: int, rows: list[Int64], predicted: Predicted | None = None) -> Float32:
         """What a policy returns that attends these rows of each KV head: (q heads, d_v)."""

@@ -158,8 +158,8 @@ def constants_hash(constants: Mapping[str, Any]) -> str:
 
 
 def digest(files: Sequence[Path]) -> dict[str, str]:
-    """SHA-256 of each file under its name."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+    """SHA-256 of each file under its folder's name and its own."""
+    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
 
 
 # -- systems ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What the reproduction of HybridGen rests on: chosen from sources before the first comparison, and never tuned.
 
-Where the paper gives an input it is taken; where it is silent, the input has a range, and the reason for its ends stands
-beside it. `frozen` is all of it as plain data, with digests of the platforms, profiles and locality that runs use.
+Where the paper gives an input it is taken; where it is silent, the input has a range, and the reason for its ends
+stands beside it. `frozen` is all of it as plain data, with digests of the platforms, profiles and locality that runs
+use.
 """
 
 from __future__ import annotations

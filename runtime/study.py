@@ -111,7 +111,7 @@ class Study:
         seed: int,
         locality: str,
         kv_dtype: DType = "float16",
-        table: int = 256,
+        table: int = 1024,
         *,
         model: str = "",
         cache: Path | None = None,

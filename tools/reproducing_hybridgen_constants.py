@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tierloop.devices.kernels.contract import DType
 from tierloop.devices.registry import find_platform
 from tierloop.devices.tables import read_toml
 from tierloop.emulators.profile import find_profile
@@ -52,7 +53,9 @@ class Constants:
     scans: tuple[int, int] = (0, 2048)
     """Host rows that the selector looks at: all of them; the port's cap. The paper's selector is not known."""
     locality: str = "smollm2-135m"
-    kv_dtype: str = "float16"
+    kv_dtype: DType = "float16"
+    table: int = 512
+    """Blocks per head that phantom runs aim at."""
 
     # -- H1, H2: exact --------------------------------------------------------------------------------------------
     model: str = "opt-13b"
@@ -83,7 +86,8 @@ class Constants:
     real_platform: str = "demo"
     """Here the host has slack at 2,048 tokens (load 0.5 with K_min): the paper's premise for short contexts."""
     real_tokens: int = 16
-    real_warmup: int = 0
+    fixed_large: int = 512
+    """The larger of two fixed K, for comparison."""
     noisy_seeds: int = 20
     noisy_calls: int = 1200
     noisy_settled: int = 800
@@ -100,6 +104,7 @@ class Constants:
     mapping_context: int = 2048
     """The longest that OPT takes; the paper's is not known."""
     mapping_longer: int = 8192
+    mapping_longer_model: str = "opt-1.3b"
     mapping_claimed: tuple[float, float] = (1.0, 1.1)
     scan_rates: tuple[int, int] = (200_000_000_000, 30_000_000_000)
     scan_claimed: float = 3.3

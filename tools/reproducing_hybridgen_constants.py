@@ -80,12 +80,13 @@ class Constants:
     prompt_tokens: int = 2048
     cosine_claimed: float = 0.9
     first_predicted: int = 2
-    """Layers from this one on count for H4; HybridGen predicts from layer 3 on."""
+    """Layers from this one on count for H4."""
+    predict_from: int = 3
+    """Inputs of layers before this one are not predicted from: the policy's default."""
     cosine_queries: int = 64
     recall_k: int = 128
     real_platform: str = "demo"
     """Here the host has slack at 2,048 tokens (load 0.5 with K_min): the paper's premise for short contexts."""
-    real_tokens: int = 16
     fixed_large: int = 512
     """The larger of two fixed K, for comparison."""
     noisy_seeds: int = 20

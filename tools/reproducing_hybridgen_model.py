@@ -1,13 +1,14 @@
 """What needs a real model: H4's similarity of layer inputs, and what HybridGen keeps of dense attention (H7, errors).
 
-Decoding is teacher-forced by what dense attention generates, so all settings see the same tokens, and every output is
-checked by the float64 oracle.
+The text is prose, and decoding is teacher-forced: after each step the token that truly follows is fed, so all settings
+see the same tokens. Every output is checked by the float64 oracle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.reproduction import Check, Claim, at_least, over
 from tierloop.runtime.study import Study
+from tierloop.runtime.stages import Prefill
 from tierloop.tools.reproducing_hybridgen_constants import CONSTANTS
 
 Float32 = NDArray[np.float32]
@@ -39,28 +41,58 @@ def text_model(study: Study) -> Any:
     from tierloop.runtime.models import load_model
 
     model = study.once("model", lambda: load_model(study.model, study.cache))
-    need = CONSTANTS.prompt_tokens + CONSTANTS.real_tokens
-    if model.shape.context_length < need + 64:
-        raise ConfigurationError(f"{model.name} takes {model.shape.context_length} tokens; {need + 64} are needed")
+    need = CONSTANTS.prompt_tokens + 64
+    if model.shape.context_length < need:
+        raise ConfigurationError(f"{model.name} takes {model.shape.context_length} tokens; {need} are needed")
     return model
 
 
-def _dense(study: Study, prompt: int) -> Any:
+@dataclass(frozen=True)
+class Prompt:
+    """A prefilled text, what goes on after it, and the inputs of every layer at its last positions.
+
+    `fed` are tokens, each followed by the one of `expected`; `inputs` are float32 (positions, hidden), as tensors.
+    """
+
+    prefill: Prefill
+    fed: tuple[int, ...]
+    expected: tuple[int, ...]
+    inputs: tuple[Any, ...]
+
+
+def prompt_of(study: Study, number: int) -> Prompt:
+    """Prose by number and seed, prefilled once."""
+    return cast("Prompt", study.once(f"prompt {number}", lambda: _prompt(study, number)))
+
+
+def _prompt(study: Study, number: int) -> Prompt:
+    from tierloop.runtime.modules import Modules
     from tierloop.runtime.prefill import generate_dense
-    from tierloop.runtime.workloads import needle_prompt
+    from tierloop.runtime.tasks import SCORED_TOKENS, text_cases
 
-    model, tokens = text_model(study), CONSTANTS.real_tokens
+    model = text_model(study)
+    length = CONSTANTS.prompt_tokens + SCORED_TOKENS + 1
+    case = text_cases(model, "perplexity", length, number + 1, study.seed)[number]
+    layers, inputs = study.once("modules", lambda: Modules(model.module)).layers, []
 
-    def make() -> Any:
-        study.progress("prompts on the real model", prompt, CONSTANTS.prompts)
-        workload = needle_prompt(model, CONSTANTS.prompt_tokens, seed=study.seed + prompt, new_tokens=tokens + 1)
-        return generate_dense(model, workload.token_ids, tokens + 1)
+    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        inputs.append(hidden[0, -CONSTANTS.cosine_queries :].float().clone())
 
-    return study.once(f"dense {prompt}", make)
+    study.progress("prefill on the real model", number, CONSTANTS.prompts)
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
+    try:
+        prefill = generate_dense(model, case.prompt, 1).prefill
+    finally:
+        for hook in hooks:
+            hook.remove()
+    study.progress("prefill on the real model", number + 1, CONSTANTS.prompts)
+    (turn,) = case.turns
+    return Prompt(prefill, turn.fed, turn.expected, tuple(inputs[: len(layers)]))
 
 
 def decoded(study: Study, prompt: int, kind: str, k: int | None = None, noise: float = 0.0) -> Decoded:
-    """The tokens of dense attention under one kind of scheduler, from `k` (K_min) rows and one layer ahead."""
+    """A prompt's text under one kind of scheduler, from `k` (K_min) rows and one layer ahead, with wrong rows or not."""
     first = k or CONSTANTS.k_min
     return study.once(f"decoded {prompt} {kind} {first} {noise}", lambda: _decode(study, prompt, kind, first, noise))
 
@@ -73,7 +105,7 @@ def _decode(study: Study, prompt: int, kind: str, k: int, noise: float) -> Decod
     from tierloop.runtime.oracle import Recorder
     from tierloop.runtime.policy import Request, make
 
-    dense = _dense(study, prompt)
+    held = prompt_of(study, prompt)
     model = text_model(study)
     study.progress(f"{kind} scheduler on the real model", prompt, CONSTANTS.prompts)
     options = {
@@ -89,14 +121,13 @@ def _decode(study: Study, prompt: int, kind: str, k: int, noise: float) -> Decod
         platform.site.observers.append(policy.observe)
         recorder = Recorder(shape, modules.scale)
         decoder = Decoder(modules, engine, policy, recorder=recorder)
-        prefill = dense.prefill
-        count = len(prefill.tokens)
-        request = Request("request0", [*prefill.tokens, prefill.first_token], count + CONSTANTS.real_tokens + 1)
+        count = len(held.prefill.tokens)
+        request = Request("request0", [*held.prefill.tokens, held.fed[0]], count + len(held.fed) + 1)
         request.prompt_tokens = count
-        engine.loop.run(decoder.adopt(request, prefill))
+        engine.loop.run(decoder.adopt(request, held.prefill))
 
         async def decode() -> None:
-            for target in dense.tokens[1 : CONSTANTS.real_tokens + 1]:
+            for target in held.expected:
                 await decoder.score([request], [target])
 
         engine.loop.run(decode())
@@ -124,8 +155,8 @@ def similarity(study: Study) -> Check:
     late = {pair: c for pair, c in low.items() if int(pair.split("→")[0]) >= first}
     claims = (
         Claim(
-            f"Fig. 11: cosine similarity of the inputs of layers i and i + 1 is above {CONSTANTS.cosine_claimed:g} after "
-            f"the first layers (mean over layers ≥ {first})",
+            f"Fig. 11: cosine similarity of the inputs of layers i and i + 1 is above {CONSTANTS.cosine_claimed:g} "
+            f"after the first layers (mean over layers ≥ {first})",
             at_least(CONSTANTS.cosine_claimed), float(means.mean()), over(*means.tolist()),
             f"{CONSTANTS.prompts} prompts",
         ),
@@ -139,8 +170,8 @@ def similarity(study: Study) -> Check:
         f"attention mass of the true query's {CONSTANTS.recall_k} rows": true_mass,
     }
     reason = (
-        f"measured on {study.model}; the paper's models (OPT-6.7B, Qwen2.5-7B, Llama-3.1-8B) are not here. Exceptions from "
-        f"layer {first} on: {late or 'none'}; all of them: {low or 'none'}. Recall@{CONSTANTS.recall_k} of the predicted "
+        f"measured on {study.model}; the paper's models (OPT-6.7B, Qwen2.5-7B, Llama-3.1-8B) are not here. Exceptions "
+        f"from layer {first} on: {late or 'none'}; all: {low or 'none'}. Recall@{CONSTANTS.recall_k} of the predicted "
         f"query {recall:.2f}, attention mass {mass:.3f} against {true_mass:.3f} with the true one"
     )
     return Check("H4", "similarity of successive layer inputs", claims, "measured", study.seed, reason, details)
@@ -155,37 +186,21 @@ def _alike(study: Study, prompt: int) -> tuple[list[float], float, float, float]
 
     from tierloop.runtime.modules import Modules
 
-    model, dense = text_model(study), _dense(study, prompt)
-    modules = study.once("modules", lambda: Modules(model.module))
-    inputs: list[Any] = []
-
-    def keep(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append((args[0] if args else kwargs["hidden_states"])[0, -CONSTANTS.cosine_queries :].float())
-
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in modules.layers]
-    tokens = torch.tensor([list(dense.prefill.tokens)])
-    try:
-        with torch.inference_mode():
-            model.module(tokens, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    cosines = [
-        float(torch.nn.functional.cosine_similarity(a, b, dim=-1).mean())
-        for a, b in zip(inputs, inputs[1:], strict=False)
-    ]
-    count = tokens.shape[1]
+    modules = study.once("modules", lambda: Modules(text_model(study).module))
+    held = prompt_of(study, prompt)
+    inputs, count = held.inputs, len(held.prefill.tokens)
+    cosine = torch.nn.functional.cosine_similarity
+    cosines = [float(cosine(a, b, dim=-1).mean()) for a, b in pairwise(inputs)]
     positions = torch.arange(count - len(inputs[0]), count)[None]
     found = []
     with torch.inference_mode():
-        for layer in range(CONSTANTS.first_predicted + 2, len(inputs)):
+        for layer in range(CONSTANTS.predict_from + 1, len(inputs)):
             rotary = modules.rotary(inputs[layer][None], positions)
-            true, guess = (
-                modules.project_queries(layer, hidden[None].to(modules.layers[0].self_attn.q_proj.weight.dtype), rotary)[0]
-                .float().numpy()
+            queries = [
+                modules.project_queries(layer, hidden[None], rotary)[0].numpy()
                 for hidden in (inputs[layer], inputs[layer - 1])
-            )  # fmt: skip
-            found.append(_kept(true, guess, dense.prefill.keys[layer], modules.scale))
+            ]
+            found.append(_kept(*queries, held.prefill.keys[layer], modules.scale))
     recall, mass, true_mass = np.array(found).mean(axis=0).tolist()
     return cosines, recall, mass, true_mass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def feedback(study: Study) -> Check:
     runs = [scheduled(study, n) for n in CONSTANTS.contexts]
     ks = [run.result.details["request0"]["k"][-1] for run in runs]
     peak = ks.index(max(ks))
-    rises = sum(later > earlier for earlier, later in zip(ks[peak:], ks[peak + 1 :], strict=False))
+    rises = sum(later > earlier for earlier, later in pairwise(ks[peak:]))
     least = min(k for run in runs for k in run.result.details["request0"]["k"])
     spans = settled(study.seed)
     inside = sum(span <= 1 + STEP + 1e-9 for span in spans) / len(spans)
@@ -46,13 +47,15 @@ def feedback(study: Study) -> Check:
         Claim("K settles within one step under noise of ± 10 % (share of simulations)", (1.0, 1.0), inside,
               over(inside), f"{CONSTANTS.noisy_seeds} seeds"),
     )  # fmt: skip
+    kept = {kind: [decoded(study, p, kind) for p in range(CONSTANTS.prompts)] for kind in KINDS}
     details = {
+        "output error by prompt": {kind: [each.output_error for each in found] for kind, found in kept.items()},
         "mass recall by prompt": {**recalls, **{
             f"fixed, K = {k}": [decoded(study, p, "fixed", k=k).mass_recall for p in range(CONSTANTS.prompts)]
             for k in (CONSTANTS.fixed_large,)
         }},
         "K and timing at the end": {
-            kind: [list(decoded(study, p, kind).ended) for p in range(CONSTANTS.prompts)] for kind in KINDS
+            kind: [list(each.ended) for each in found] for kind, found in kept.items()
         },
         "K by context": dict(zip(map(str, CONSTANTS.contexts), ks, strict=True)),
         "largest K / smallest K once settled": spans,

@@ -140,8 +140,8 @@ def mapping(study: Study) -> Check:
     }
     slow, fast = averages[0], averages[-1]
     reason = (
-        f"page interleave takes {slow:.2f} of semantic's time at 5 GFLOP/s, where the scan is bound by arithmetic and V "
-        f"rows come from CXL, and {fast:.2f} at the vectorised rate: the paper's 1.00 to 1.10 lies between. "
+        f"page interleave takes {slow:.2f} of semantic's time at 5 GFLOP/s, where the scan is bound by arithmetic and "
+        f"V rows come from CXL, and {fast:.2f} at the vectorised rate: the paper's 1.00 to 1.10 lies between. "
         f"1:1 is a strawman today: interleave weighted by rate scans in {alone[2] / alone[0]:.2f} of semantic's time "
         "at 200 and 30 GB/s, since it reads both memories at once"
     )

@@ -119,7 +119,9 @@ class Study:
     ) -> None:
         self.seed = seed
         self.model, self.cache = model, cache
-        self.progress: Progress = progress or (lambda *_: None)
+        self.doing = ""
+        """What the runs are made for: the check or question that is under way."""
+        self._progress: Progress = progress or (lambda *_: None)
         self._locality = LocalityModel.load(find_locality(locality))
         self._kv_dtype = kv_dtype
         self._coarser = 1024 // table
@@ -127,6 +129,11 @@ class Study:
         self._answers: dict[tuple[str, int], dict[str, Int64]] = {}
         self._capacity: dict[str, int] = {}
         self._made: dict[str, Any] = {}
+
+    def tell(self) -> None:
+        """Say that there is progress: how many runs and other things have been made."""
+        made = len(self._runs) + len(self._made)
+        self._progress(self.doing, made, made + 1)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` gives, made at the first call with this name."""
@@ -137,7 +144,7 @@ class Study:
     def run(self, run: PhantomRun) -> Observed:
         """The run's numbers. A policy that does not fit is refused in its result. Raises ConfigurationError."""
         if run.key not in self._runs:
-            self.progress(f"{run.policy} {run.model}", len(self._runs), len(self._runs) + 1)
+            self.tell()
             self._runs[run.key] = self._observe(run)
         return self._runs[run.key]
 

@@ -87,6 +87,9 @@ class Constants:
     recall_k: int = 128
     real_platform: str = "demo"
     """Here the host has slack at 2,048 tokens (load 0.5 with K_min): the paper's premise for short contexts."""
+    real_steps: int = 20
+    real_layers: int = 3
+    """Every third layer is checked by the oracle."""
     fixed_large: int = 512
     """The larger of two fixed K, for comparison."""
     noisy_seeds: int = 20
@@ -128,6 +131,11 @@ class Constants:
     # -- questions ------------------------------------------------------------------------------------------------
     ks: tuple[int, ...] = (64, 256, 1024, 4096)
     errors: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+    errors_real: tuple[float, ...] = (0.0, 0.2, 0.5)
+    """Those that are tried on the real model as well."""
+    question_context: int = 8192
+    shorter_contexts: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144)
+    """Of OPT-13B: a million of its tokens is 859 GB, more than the host has."""
 
     @property
     def platforms(self) -> tuple[str, ...]:

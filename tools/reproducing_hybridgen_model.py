@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.reproduction import Check, Claim, at_least, over
-from tierloop.runtime.study import Study
 from tierloop.runtime.stages import Prefill
+from tierloop.runtime.study import Study
 from tierloop.tools.reproducing_hybridgen_constants import CONSTANTS
 
 Float32 = NDArray[np.float32]
@@ -79,22 +79,23 @@ def _prompt(study: Study, number: int) -> Prompt:
         hidden = args[0] if args else kwargs["hidden_states"]
         inputs.append(hidden[0, -CONSTANTS.cosine_queries :].float().clone())
 
-    study.progress("prefill on the real model", number, CONSTANTS.prompts)
+    study.tell()
     hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     try:
         prefill = generate_dense(model, case.prompt, 1).prefill
     finally:
         for hook in hooks:
             hook.remove()
-    study.progress("prefill on the real model", number + 1, CONSTANTS.prompts)
     (turn,) = case.turns
-    return Prompt(prefill, turn.fed, turn.expected, tuple(inputs[: len(layers)]))
+    steps = CONSTANTS.real_steps
+    return Prompt(prefill, turn.fed[:steps], turn.expected[:steps], tuple(inputs[: len(layers)]))
 
 
 def decoded(study: Study, prompt: int, kind: str, k: int | None = None, noise: float = 0.0) -> Decoded:
-    """A prompt's text under one kind of scheduler, from `k` (K_min) rows and one layer ahead, with wrong rows or not."""
+    """A prompt's text under one kind of scheduler, from `k` (K_min) rows and one layer ahead, with noise."""
     first = k or CONSTANTS.k_min
-    return study.once(f"decoded {prompt} {kind} {first} {noise}", lambda: _decode(study, prompt, kind, first, noise))
+    name = f"decoded {prompt} {kind} {first} {noise}"
+    return cast("Decoded", study.once(name, lambda: _decode(study, prompt, kind, first, noise)))
 
 
 def _decode(study: Study, prompt: int, kind: str, k: int, noise: float) -> Decoded:
@@ -107,7 +108,7 @@ def _decode(study: Study, prompt: int, kind: str, k: int, noise: float) -> Decod
 
     held = prompt_of(study, prompt)
     model = text_model(study)
-    study.progress(f"{kind} scheduler on the real model", prompt, CONSTANTS.prompts)
+    study.tell()
     options = {
         "k": k, "k_min": CONSTANTS.k_min, "k_max": CONSTANTS.prompt_tokens, "gpu_share": CONSTANTS.gpu_share,
         "scheduler": kind, "timing": "prev", "step": CONSTANTS.scheduler_step, "every": 1, "smoothing": 1.0,
@@ -119,7 +120,7 @@ def _decode(study: Study, prompt: int, kind: str, k: int, noise: float) -> Decod
         engine = Engine(platform, shape)
         policy = make(find_policy("hybridgen"), engine, options)
         platform.site.observers.append(policy.observe)
-        recorder = Recorder(shape, modules.scale)
+        recorder = Recorder(shape, modules.scale, range(0, shape.num_layers, CONSTANTS.real_layers))
         decoder = Decoder(modules, engine, policy, recorder=recorder)
         count = len(held.prefill.tokens)
         request = Request("request0", [*held.prefill.tokens, held.fed[0]], count + len(held.fed) + 1)
@@ -196,11 +197,11 @@ def _alike(study: Study, prompt: int) -> tuple[list[float], float, float, float]
     with torch.inference_mode():
         for layer in range(CONSTANTS.predict_from + 1, len(inputs)):
             rotary = modules.rotary(inputs[layer][None], positions)
-            queries = [
+            true, guess = (
                 modules.project_queries(layer, hidden[None], rotary)[0].numpy()
                 for hidden in (inputs[layer], inputs[layer - 1])
-            ]
-            found.append(_kept(*queries, held.prefill.keys[layer], modules.scale))
+            )
+            found.append(_kept(true, guess, held.prefill.keys[layer], modules.scale))
     recall, mass, true_mass = np.array(found).mean(axis=0).tolist()
     return cosines, recall, mass, true_mass
 

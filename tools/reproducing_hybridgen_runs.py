@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tierloop.runtime.policies.hybridgen import ON_CPU, ON_GPU, TRANSFER
+from tierloop.runtime.logit_parallel import TRANSFER
+from tierloop.runtime.policies.hybridgen import ON_CPU, ON_GPU
 from tierloop.runtime.results import PolicyResult
 from tierloop.runtime.study import Observed, PhantomRun, Study
 from tierloop.tools.reproducing_hybridgen_constants import CONSTANTS, CORES

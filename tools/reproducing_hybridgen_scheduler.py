@@ -62,8 +62,9 @@ def feedback(study: Study) -> Check:
     reason = (
         f"measured on {study.model} at {CONSTANTS.prompt_tokens:,} tokens on {CONSTANTS.real_platform}, where the host "
         "has slack; the paper's tasks and models are not here. Mass recall sees which rows were attended and not "
-        "whether their logits are true: the full scheduler spends slack on timing before it spends it on K, so it can attend "
-        f"fewer rows than adaptive K does, with true logits. K over L is that of the vectorised CPU; {reasons(*runs)}"
+        "whether their logits are true: the full scheduler spends slack on timing before it spends it on K, so it can "
+        "attend fewer rows than adaptive K does, with true logits: its output error says so. K over L is that of the "
+        f"vectorised CPU; {reasons(*runs)}"
     )
     return Check("H7", "the feedback scheduler", claims, provenance(*runs), study.seed, reason, details)
 

@@ -123,13 +123,14 @@ class Constants:
     # -- H9 and scaling -------------------------------------------------------------------------------------------
     long_model: str = "llama-3-8b-1048k"
     contexts: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
+    scheduler_contexts: tuple[int, ...] = (1024, 4096, 16_384, 65_536, 1_048_576)
     scheduler_steps: int = 14
     """Steps until the scheduler is read: twelve of × 1.5 lead from K_min to `k_cap`, two through the timings."""
     scheduler_step: float = 0.5
     k_cap: int = 8192
 
     # -- questions ------------------------------------------------------------------------------------------------
-    ks: tuple[int, ...] = (64, 256, 1024, 4096)
+    ks: tuple[int, ...] = (64, 256, 1024, 2048)
     errors: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
     errors_real: tuple[float, ...] = (0.0, 0.2, 0.5)
     """Those that are tried on the real model as well."""

@@ -26,7 +26,7 @@ def feedback(study: Study) -> Check:
     large = [decoded(study, prompt, "fixed", k=CONSTANTS.fixed_large) for prompt in everywhere[:1]]
     recalls = {kind: [each.mass_recall for each in found] for kind, found in kept.items()}
     errors = {kind: [each.output_error for each in found] for kind, found in kept.items()}
-    runs = [scheduled(study, n) for n in CONSTANTS.contexts]
+    runs = [scheduled(study, n) for n in CONSTANTS.scheduler_contexts]
     ks = [run.result.details["request0"]["k"][-1] for run in runs]
     rises = sum(later > earlier for earlier, later in pairwise(ks[ks.index(max(ks)) :]))
     least = min(k for run in runs for k in run.result.details["request0"]["k"])
@@ -56,7 +56,7 @@ def feedback(study: Study) -> Check:
         f"fixed, K = {CONSTANTS.fixed_large}: output error": [each.output_error for each in large],
         "largest error / bound of the oracle": max(each.worst_ratio for found in kept.values() for each in found),
         "K and timing at the end": {kind: [list(each.ended) for each in found] for kind, found in kept.items()},
-        "K by context": dict(zip(map(str, CONSTANTS.contexts), ks, strict=True)),
+        "K by context": dict(zip(map(str, CONSTANTS.scheduler_contexts), ks, strict=True)),
         "largest K / smallest K once settled": spans,
     }
     reason = (

@@ -165,6 +165,27 @@ def test_rows_are_scanned_only_as_far_back_as_asked() -> None:
     assert min(oldest) >= 0
 
 
+@pytest.mark.parametrize("timing", ["prev-select", "current"])
+def test_rows_beyond_the_scan_are_left_out_even_where_all_that_is_scanned_is_wanted(timing: str) -> None:
+    decoded = hybrid(scheduler="fixed", k=32, k_min=8, scan_tokens=32, timing=timing)
+    assert decoded.verdict.worst_ratio <= 1
+    assert decoded.verdict.error_vs_dense > decoded.verdict.max_error, "no row was left out"
+
+
+def test_the_cores_work_on_the_next_layer_while_the_gpu_attends() -> None:
+    """Two layers are under way at once, so where the link's latency counts for most a step takes about half as long."""
+
+    def elapsed_ns(timing: str) -> int:
+        wanted = PolicyRequest("hybridgen", {**FIXED, "timing": timing, "predict_from": 0})
+        changed = {"links.pcie.latency_ns": 200_000}
+        compared = compare(
+            MODEL, LONG, lambda _: open_platform(SMALL, overrides=changed), [wanted], num_tokens=4, oracle=False
+        )
+        return compared.policies[0].elapsed_ns
+
+    assert elapsed_ns("prev") < 0.7 * elapsed_ns("current")
+
+
 def test_layers_whose_input_is_unlike_the_next_are_not_predicted_from() -> None:
     predicted: set[int] = set()
 

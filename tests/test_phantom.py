@@ -57,9 +57,7 @@ def test_a_locality_model_predicts_the_step_time_of_prompts_that_it_has_not_seen
     unseen = [record("topk-blocks", [tiny_workload(400, seed).token_ids], 8, **SPARSE) for seed in (3, 4)]
     fitted = fit_locality([run.selection for run in seen])
     measured = mean(mean(run.step_ns) for run in unseen)
-    predicted = mean(
-        mean(replay(unseen[0], LocalitySelection(fitted, 3, seed), steps=8).step_ns) for seed in range(3)
-    )
+    predicted = mean(mean(replay(unseen[0], LocalitySelection(fitted, 3, seed), steps=8).step_ns) for seed in range(3))
     assert predicted == pytest.approx(measured, rel=0.1)
     newest = (*(0.0,) * 31, 1.0)
     crowded = LocalityModel((LayerLocality(0.0, 16.0, newest),), 16)

@@ -249,9 +249,7 @@ def test_a_file_that_says_it_is_huge_is_refused_before_anything_is_allocated(fil
         SelectionRecord.load(path)
 
 
-def test_a_file_that_unpacks_to_more_than_is_allowed_is_refused(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_unpacks_to_more_than_is_allowed_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierloop.runtime.selection.LARGEST_FILE", 1000)
     with pytest.raises(ConfigurationError, match="unpacks to .* bytes; at most 1,000 are allowed"):
         SelectionRecord.load(file)

@@ -37,6 +37,7 @@ import numpy as np
 
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.regions import Segment
 from tierloop.runtime.blocks import K, V
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.feedback import KINDS, TIMINGS, FeedbackScheduler, Kind, Setting, Times, Timing
@@ -56,7 +57,7 @@ from tierloop.runtime.logit_parallel import (
     TokenConcatenator,
 )
 from tierloop.runtime.loop import Task
-from tierloop.runtime.policy import Batch, Request, number, share_above_zero, whole_numbers
+from tierloop.runtime.policy import Batch, Prediction, Request, number, share_above_zero, whole_numbers
 from tierloop.runtime.recent import Homes, RecentOnGpu, turns
 from tierloop.runtime.workspace import Workspace
 
@@ -250,8 +251,13 @@ class HybridGen(RecentOnGpu):
             and timing != "current"
             and "logit_parallelism" not in self.without
         ):
-            key = following, tuple(r.name for r in batch.requests)
-            self._ahead[key] = self.engine.loop.spawn(self._work_ahead(following, batch, timing))
+            assert batch.predict is not None, "a decoder that calls layer_input predicts"
+            # Submitted at once: behind this layer's attention in the GPU's queue it would come too late.
+            target = self._work.at("predicted", following, batch.queries.spans.nbytes)
+            prediction = batch.predict(following, target)
+            queries, ready = self._calculator.queries(following, target, [prediction.ready])
+            ahead = self._work_ahead(following, batch, timing, prediction, queries, ready)
+            self._ahead[following, tuple(r.name for r in batch.requests)] = self.engine.loop.spawn(ahead)
 
     async def attend(self, layer: int, batch: Batch) -> list[Completion]:
         if batch.q_len > 1:
@@ -306,15 +312,14 @@ class HybridGen(RecentOnGpu):
             for name, steps in self._history.items()
         }
 
-    async def _work_ahead(self, layer: int, batch: Batch, timing: str) -> Ahead:
+    async def _work_ahead(
+        self, layer: int, batch: Batch, timing: Timing, prediction: Prediction, queries: Segment, ready: Completion
+    ) -> Ahead:
         """Choose a layer's host rows by a predicted query and start to send them."""
         scans = await self._scans(layer, batch)
-        if all(s.wanted >= (s.last - s.first) * self.shape.block_tokens for s in scans):
+        if all(scan.whole(self.shape.block_tokens) for scan in scans):
             return scans, None
-        assert batch.predict is not None, "a decoder that calls layer_input predicts"
-        prediction = batch.predict(layer, self._work.at("predicted", layer, batch.queries.spans.nbytes))
-        queries, ready = self._calculator.queries(layer, prediction.target, [prediction.ready])
-        chosen = await self._calculator.choose(layer, batch, scans, queries, ready, True)
+        chosen = await self._calculator.choose(layer, batch, scans, queries, ready, timing == "prev")
         chosen = self._spoilt(layer, batch, scans, chosen)
         self._calculator.send_rows(layer, batch, chosen, V, self._direct)
         if timing == "prev":
@@ -366,7 +371,7 @@ class HybridGen(RecentOnGpu):
 
     def _account(self, batch: Batch, scans: Sequence[Scan], chosen: Chosen) -> None:
         """Tell the oracle which rows are attended, and which logits come from a prediction."""
-        if chosen.everything:
+        if all(scan.whole(self.shape.block_tokens) for scan in scans):
             return
         heads = self.shape.num_kv_heads
         for i, scan in enumerate(scans):

@@ -31,7 +31,7 @@ from tierloop.firmware_models.media import NOTHING
 
 RANDOM_NBYTES = 4096
 """Spans smaller than this on average are a random pattern: a processor prefetches within a page, not beyond it."""
-_MOVERS = frozenset({"gather", "append", "topk", "quantize", "dequantize", "chase"})
+_MOVERS = frozenset({"gather", "append", "quantize", "dequantize", "chase"})
 """Kernels without floating-point operations to count."""
 
 

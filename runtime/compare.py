@@ -213,6 +213,7 @@ class _Run:
             exact=type(self._policy).exact,
             devices=devices,
             links=links,
+            details=self._policy.report(),
             stages={stage: -(-ns // sigma) for stage, ns in sorted(self._engine.stages.ns.items())},
             elapsed_ns=elapsed_ns,
             placement=placement,

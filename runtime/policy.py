@@ -179,6 +179,10 @@ class Policy:
     def observe(self, completion: Completion) -> None:
         """A command of the platform has ended."""
 
+    def report(self) -> dict[str, Any]:
+        """What the policy did that no command shows, as plain data for the result: its own settings over time."""
+        return {}
+
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         """Which pool takes which of these new blocks; together they are `blocks`."""
         raise NotImplementedError
@@ -238,22 +242,20 @@ class Policy:
         return np.asarray(ids[ids * self.shape.split_tokens < length], dtype=np.int64)
 
     def _write_rows(self, request: Request, layer: int, side: int, rows: NDArray[np.float32]) -> list[Completion]:
-        """Write a layer's K or V rows from the host into the blocks that have places; nothing in a phantom run.
+        """Write a layer's K or V rows from the host into the blocks that have places.
 
         Full blocks go from where the framework left them, or from their one conversion, without another copy: a command
         for each stretch of neighbouring blocks of a head in one pool. What does not fill whole units of a medium is
-        padded with zeros first.
+        padded with zeros first. In a phantom run only media that remember where they were written (drives) are, from
+        buffers that nobody touches.
         """
-        if self.engine.phantom:
-            return []
         shape, table = self.shape, request.blocks
         heads, count, _ = rows.shape
-        if side == K:
+        stored: NDArray[np.uint8] | None = None
+        if not self.engine.phantom:
             scales = None if table.scales is None else table.scales.values[layer]
-            stored = keys_to_bytes(rows, shape.dtype, scales)
-        else:
-            stored = values_to_bytes(rows, shape.dtype)
-        stored = stored.reshape(heads, count, -1)
+            stored = keys_to_bytes(rows, shape.dtype, scales) if side == K else values_to_bytes(rows, shape.dtype)
+            stored = stored.reshape(heads, count, -1)
         full, block_nbytes = count // shape.block_tokens, shape.block_tokens * shape.row_nbytes(side)
         done = []
         for head in range(heads):
@@ -264,17 +266,24 @@ class Policy:
                 if pools[first] < 0:
                     continue
                 pool = table.pools[int(pools[first])]
+                if stored is None and pool.grid == 1:
+                    continue
                 whole = min(last, full) if block_nbytes % pool.grid == 0 else first
                 if whole > first:
-                    data = stored[head, first * shape.block_tokens : whole * shape.block_tokens].reshape(-1)
+                    data = (
+                        np.zeros((whole - first) * block_nbytes, dtype=np.uint8)
+                        if stored is None
+                        else stored[head, first * shape.block_tokens : whole * shape.block_tokens].reshape(-1)
+                    )
                     target = Segment(pool.region, Spans.equal(offsets[first:whole], block_nbytes))
                     done.append(self.engine.write(target, data))
                 if last > whole:
-                    rest = stored[head, whole * shape.block_tokens : last * shape.block_tokens]
                     padded = np.zeros((last - whole, pool.slot_nbytes), dtype=np.uint8)
-                    for block in range(last - whole):
-                        part = rest[block * shape.block_tokens : (block + 1) * shape.block_tokens].reshape(-1)
-                        padded[block, : len(part)] = part
+                    if stored is not None:
+                        rest = stored[head, whole * shape.block_tokens : last * shape.block_tokens]
+                        for block in range(last - whole):
+                            part = rest[block * shape.block_tokens : (block + 1) * shape.block_tokens].reshape(-1)
+                            padded[block, : len(part)] = part
                     target = Segment(pool.region, Spans.equal(offsets[whole:last], pool.slot_nbytes))
                     done.append(self.engine.write(target, padded.reshape(-1)))
         return done

@@ -471,6 +471,21 @@ def ties_from_the_end(args: KernelArgs, reads: list[Given], nbytes: list[int]) -
     return [chosen.reshape(-1).view(np.uint8)]
 
 
+def first_member_of_a_group(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """An entry has the score of its first query head."""
+    assert isinstance(args, Topk)
+    first = np.ascontiguousarray(reads[0].bytes.view(np.float32).reshape(-1, args.group)[:, 0])
+    return define(Topk(args.k, args.lengths), [Given(first.view(np.uint8), reads[0].sizes)], nbytes)
+
+
+def nan_left_out_of_a_group(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """A NaN loses against the other members of its group."""
+    assert isinstance(args, Topk)
+    members = reads[0].bytes.view(np.float32).reshape(-1, args.group)
+    with_least = np.where(np.isnan(members), np.float32(-np.inf), members)
+    return define(args, [Given(with_least.reshape(-1).view(np.uint8), reads[0].sizes)], nbytes)
+
+
 def truncated(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
     """bfloat16 by cutting off bits."""
     assert isinstance(args, Append)
@@ -578,6 +593,8 @@ WRONG_KERNELS: list[tuple[str, Kernel, str]] = [
     ("cluster", directions_for_means, "cluster_gives_each_row_its_centroid"),
     ("cluster", by_distance_to_zero, "cluster_gives_each_row_its_centroid"),
     ("topk", ties_from_the_end, "topk_breaks_ties_by_index"),
+    ("topk", first_member_of_a_group, "topk_of_groups_ranks_their_maximum_or_sum"),
+    ("topk", nan_left_out_of_a_group, "topk_of_groups_ranks_their_maximum_or_sum"),
     ("append", truncated, "append_rounds_to_nearest_even"),
     ("quantize", halves_away_from_zero, "quantize_gives_the_nearest_codes"),
     ("quantize", not_saturated, "quantize_gives_the_nearest_codes"),

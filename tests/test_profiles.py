@@ -83,7 +83,7 @@ def test_every_virtual_platform_opens(name: str) -> None:
         for device, executor in platform.executors():
             for path in executor.paths:
                 region = platform.memory_owner(path.memory).alloc(1 << 20, phantom=True)
-                if "copy" in executor.verbs:
+                if "copy" in executor.verbs and not any(note.startswith("load ") for note in platform.notes):
                     queue = executor.queues[0]
                     command = Copy(region.at(0, 1 << 19), region.at(1 << 19, 1 << 19))
                     assert device.estimate(command, queue).duration_ns == duration(platform, device, command, queue)
@@ -190,8 +190,8 @@ def test_wrong_profiles_are_refused_with_file_key_and_what_is_allowed(tmp_path: 
 
 
 def test_an_unknown_profile_is_answered_with_the_near_names() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown profile 'h100'; did you mean 'h100-sxm'"):
-        find_profile("h100")
+    with pytest.raises(ConfigurationError, match=r"unknown profile 'rtx5091'; did you mean 'rtx5090'"):
+        find_profile("rtx5091")
     with pytest.raises(ConfigurationError, match=r"there is no file .*nowhere\.toml"):
         find_profile("nowhere.toml")
 

@@ -270,6 +270,26 @@ def check_topk_breaks_ties_by_index(subject: Subject) -> None:
         bench.free()
 
 
+def check_topk_of_groups_ranks_their_maximum_or_sum(subject: Subject) -> None:
+    """The score of an entry is that of its group: the largest, or the float32 sum in ascending order; NaN if one is."""
+    for lane in subject.kernel_lanes("topk"):
+        bench = Bench(subject, lane)
+        odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 3e38, -1.0], dtype=np.float32)
+        lengths = np.array([40, 0, 13, 300], dtype=np.int64)
+        for group in (2, 3, 7, 16):
+            plain = subject.rng.normal(size=(int(lengths.sum()), group)).astype(np.float32)
+            for scores in (plain, np.where(plain > 1, subject.rng.choice(odd, plain.shape), np.round(plain))):
+                for reduce in ("max", "sum"):
+                    want = oracle.topk(scores, lengths, 25, reduce)
+                    args = Topk(25, lengths, group, reduce)
+                    reads = (bench.scattered(as_bytes(scores), lengths * group * 4),)
+                    got = bench.launch(args, reads, bench.target(want.nbytes)).view(np.int64).reshape(want.shape)
+                    what = f"topk, group {group}, {reduce}"
+                    for i, j in np.argwhere(got != want)[:1].tolist():
+                        expect(False, f"{what}, list {i}: place {j} is index {got[i, j]}, not {want[i, j]}")
+        bench.free()
+
+
 def check_cluster_gives_each_row_its_centroid(subject: Subject) -> None:
     """Separated rows are told apart, other rows get the best centroid, and centroids are the means of their rows."""
     for lane in subject.kernel_lanes("cluster"):

@@ -258,18 +258,32 @@ def scores(
     return Expected(value, error)
 
 
-def topk(given: NDArray[np.float32], lengths: Int64, k: int) -> Int64:
-    """Score descending, then index ascending; NaN last; −1 where the list is shorter than k: int64 (n, k)."""
+def topk(given: NDArray[np.float32], lengths: Int64, k: int, reduce: str = "max") -> Int64:
+    """Score descending, then index ascending; NaN last; −1 where the list is shorter than k: int64 (n, k).
+
+    `given` is (Σ lengths, group), or (Σ lengths,).
+    """
     chosen = np.full((len(lengths), k), -1, dtype=np.int64)
+    entries = given.reshape(len(given), -1) if given.size else np.empty((0, 1), np.float32)
     at = 0
     for i, length in enumerate(lengths.tolist()):
-        listed = given[at : at + length].tolist()
+        listed = [_of_group(members, reduce) for members in entries[at : at + length]]
         at += length
         best = sorted(
             range(length), key=lambda j: (listed[j] != listed[j], 0.0 if listed[j] != listed[j] else -listed[j], j)
         )
         chosen[i, : min(k, length)] = best[:k]
     return chosen
+
+
+def _of_group(members: NDArray[np.float32], reduce: str) -> float:
+    if reduce == "max":
+        return float("nan") if any(x != x for x in members.tolist()) else max(members.tolist())
+    total = members[0]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for x in members[1:]:
+            total = np.float32(total + x)
+    return float(total)
 
 
 def _unit(arithmetic: Arithmetic) -> float:

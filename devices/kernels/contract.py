@@ -175,13 +175,17 @@ class Score:
 class Topk:
     """The k best of each list: score descending, then index ascending.
 
-    reads = (scores,): float32, the lists end to end, `lengths` int64 (n,) long; writes = (indices,): int64 (n, k),
-    index within the list, −1 where the list is shorter than k. NaN scores sort last.
+    reads = (scores,): float32 (Σ lengths, group), the lists end to end, `lengths` int64 (n,) entries long: at q_len 1,
+    what `Logits` writes for the rows of a KV head is such a list. `reduce` makes one score of each entry: the largest
+    of its group, NaN if one of them is NaN, or their sum in float32, in ascending order. writes = (indices,): int64
+    (n, k), index within the list, −1 where the list is shorter than k. NaN scores sort last.
     """
 
     kernel: ClassVar[str] = "topk"
     k: int
     lengths: Int64
+    group: int = 1
+    reduce: Literal["max", "sum"] = "max"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -352,6 +356,8 @@ def flops(args: KernelArgs, read_nbytes: list[int]) -> int:
         return read_nbytes[0] // 4
     if isinstance(args, Score):
         return read_nbytes[1] // 4 * 2 * args.group
+    if isinstance(args, Topk) and args.reduce == "sum":
+        return read_nbytes[0] // (4 * args.group) * (args.group - 1)
     if isinstance(args, Dense):
         return args.flops
     return 0
@@ -439,7 +445,7 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         expect.append(("summary spans", reads[1][0], len(args.runs)))
         expect.append(("score bytes", writes[0][1], reads[1][1] // row * 4))
     elif isinstance(args, Topk):
-        expect.append(("score bytes", reads[0][1], int(args.lengths.sum()) * 4))
+        expect.append(("score bytes", reads[0][1], int(args.lengths.sum()) * args.group * 4))
         expect.append(("index bytes", writes[0][1], len(args.lengths) * args.k * 8))
     elif isinstance(args, Gather):
         expect.append(("dense bytes", writes[0][1], reads[0][1]))
@@ -507,6 +513,8 @@ def _wrong_numbers(args: KernelArgs) -> str | None:
             return f"{args.kernel}: {name} is {value!r}; allowed: a whole number from {least} to 2**48 − 1"
     if isinstance(args, Merge) and not isinstance(args.has_sinks, bool):
         return f"merge: has_sinks is {args.has_sinks!r}; allowed: True, False"
+    if isinstance(args, Topk) and args.reduce not in ("max", "sum"):
+        return f"topk: reduce is {args.reduce!r}; allowed: 'max', 'sum'"
     if isinstance(args, (Attend, Logits)):
         for name, number in (("scale", args.scale), ("softcap", args.softcap)):
             if isinstance(number, bool) or not isinstance(number, (int, float, np.floating, np.integer)):

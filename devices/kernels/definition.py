@@ -271,9 +271,14 @@ def score(args: Score, queries: Given, summaries: Given) -> Float64:
 
 
 def topk(args: Topk, scores: Given) -> NDArray[np.int64]:
-    """Indices (n, k) of the best of each list, −1 where there are not so many."""
+    """Indices (n, k) of the best of each list, −1 where there are not so many; the best or sum over the group."""
+    if args.group < 1 or args.reduce not in ("max", "sum"):
+        raise ValueError(f"topk: group {args.group}, reduce {args.reduce!r}: a group of at least 1, max or sum")
     best = np.full((len(args.lengths), args.k), -1, dtype=np.int64)
-    lists = np.split(numbers(scores.bytes, "float32"), np.cumsum(args.lengths)[:-1]) if len(args.lengths) else []
+    members = whole_rows(scores, 4 * args.group).view(np.float32).T
+    with np.errstate(over="ignore", invalid="ignore"):
+        each = members.max(axis=0) if args.reduce == "max" else sum(members[1:], start=members[0])
+    lists = np.split(each.astype(np.float64), np.cumsum(args.lengths)[:-1]) if len(args.lengths) else []
     for row, one in zip(best, lists, strict=True):
         order = np.lexsort((np.arange(len(one)), -one))[: args.k]
         row[: len(order)] = order

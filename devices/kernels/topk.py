@@ -6,6 +6,8 @@ goes into a buffer. When the buffer is full it is sorted and cut to the k best, 
 than the k-th: later entries lose every tie. The first bound comes from a sample, so that the buffer is rarely full; if
 the sample was not like the list and fewer than k entries are left, the list is gone through again without one.
 
+Entries of a group are reduced to one score each first, a list at a time.
+
 Sorting is by radix and stable, on the bytes in which the ranks in the buffer differ. All of it is linear in the length
 of a list, whatever the scores: a buffer takes at least twice k new entries before it is sorted again.
 """
@@ -34,7 +36,7 @@ from tierloop.devices.kernels.compiled import (
     store_int,
     take_next,
 )
-from tierloop.devices.kernels.contract import Topk
+from tierloop.devices.kernels.contract import MOST, Topk
 from tierloop.devices.kernels.lanes import FLOAT as REAL
 from tierloop.devices.kernels.lanes import INT32, at, int64, spread
 from tierloop.devices.kernels.lanes import INT64 as WORD
@@ -190,6 +192,22 @@ def _collect(
                 i += 1
 
 
+@kernel(types.void, INT64, INT64, INT64, INT64, types.Array(types.float32, 1, "C"))
+def _reduce(scores: int, length: int, group: int, takes_sum: int, out: NDArray[np.float32]) -> None:
+    """The score of every entry of a list: of float32 (length, group) at an address the largest, or the sum."""
+    for i in range(length):
+        place = scores + 4 * group * i
+        best = load_float(place)
+        if takes_sum:
+            for j in range(1, group):
+                best += load_float(place + 4 * j)
+        else:
+            for j in range(1, group):
+                score = load_float(place + 4 * j)
+                best = best if best > score or best != best else score
+        out[i] = best
+
+
 @kernel(INT64, INTS, types.Array(types.int64, 1, "C"))
 def _put_starts(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
     """Where each list starts, in scores; returns their number, or −1 for a length that cannot be."""
@@ -202,19 +220,32 @@ def _put_starts(lengths: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
     return total
 
 
-@kernel(types.void, INT64, INT64, INTS, INTS, INT64, INT64)
-def _select(counter: int, scores: int, starts: NDArray[np.int64], lengths: NDArray[np.int64], k: int, out: int) -> None:
-    """Take lists until none is left: indices int64 (n, k) of the best of each, lists at `scores` + 4 · starts."""
+@kernel(types.void, INT64, INT64, INTS, INTS, INT64, INT64, INT64, INT64)
+def _select(
+    counter: int,
+    scores: int,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    k: int,
+    group: int,
+    takes_sum: int,
+    out: int,
+) -> None:
+    """Take lists until none is left: indices int64 (n, k) of the best of each, lists from entries `starts` on."""
     most = 0
     for length in lengths:
         most = max(most, length)
     room = min(most, 3 * min(k, most) + _SPARE) + _STEP
     keys, spare = np.empty(room, np.uint64), np.empty(room, np.uint64)
+    reduced = np.empty(most if group > 1 else 0, np.float32)
     while True:
         which = take_next(counter)
         if which >= lengths.shape[0]:
             break
-        length, place = lengths[which], scores + 4 * starts[which]
+        length, place = lengths[which], scores + 4 * group * starts[which]
+        if group > 1:
+            _reduce(place, length, group, takes_sum, reduced)
+            place = reduced.ctypes.data
         wanted, found = min(k, length), 0
         if wanted and 2 * k < length and length >= _LONG:
             bound = _bound_of_sample(place, length, k, keys, spare)
@@ -229,15 +260,25 @@ def _select(counter: int, scores: int, starts: NDArray[np.int64], lengths: NDArr
 
 
 def topk(args: Topk, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int) -> None:
-    """Carry out the kernel; threads share the lists. Raises ValueError for lengths or a k that cannot be."""
+    """Carry out the kernel; threads share the lists. Raises ValueError for lengths, a k or a group that cannot be."""
     lengths = np.ascontiguousarray(args.lengths, dtype=np.int64)
     starts = np.empty(lengths.size, dtype=np.int64)
     total = _put_starts(lengths, starts) if lengths.ndim == 1 and args.k >= 0 else -1
     if total < 0:
         raise ValueError(f"k = {args.k} and lengths of shape {lengths.shape}: k ≥ 0, lengths (n,) in 0 … 2**32 needed")
+    group = args.group
+    if not 1 <= group < MOST or args.reduce not in ("max", "sum"):
+        raise ValueError(f"group {group}, reduce {args.reduce!r}: a group of at least 1, and max or sum are needed")
+    nbytes = [sum(segment.spans.nbytes for segment in operand) for operand in (reads[0], writes[0])]
+    if nbytes != [4 * group * total, 8 * args.k * len(lengths)]:
+        raise ValueError(
+            f"{nbytes[0]} bytes of scores and {nbytes[1]} of indices: {4 * group * total} are needed for {total} "
+            f"entries of {group}, and {8 * args.k * len(lengths)} for {len(lengths)} lists of {args.k}"
+        )
     operands = Operands(bytes_of)
     counter = np.zeros(8, dtype=np.uint8)
     scores, out = operands.source(reads[0]), operands.target(writes[0])
-    threads = min(worthwhile(threads, 4 * total), len(lengths))
-    share(threads, partial(_select, address_of(counter), scores, starts, lengths, args.k, out))
+    threads = min(worthwhile(threads, 4 * group * total), len(lengths))
+    takes_sum = args.reduce == "sum"
+    share(threads, partial(_select, address_of(counter), scores, starts, lengths, args.k, group, takes_sum, out))
     operands.finish()

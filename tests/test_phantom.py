@@ -1,0 +1,187 @@
+"""Phantom runs: that they take exactly as long as the run with bytes, and what they say about themselves."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.phantom_runs import STAGES, record, replay
+from tests.tiny import tiny_workload
+from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.platform import Platform
+from tierloop.devices.registry import open_platform
+from tierloop.runtime.compare import PolicyRequest
+from tierloop.runtime.locality import LayerLocality, LocalityModel, find_locality, fit_locality
+from tierloop.runtime.locality_selection import LocalitySelection
+from tierloop.runtime.model_shapes import ShapeStages, block_tokens_for, cache_shape, find_model
+from tierloop.runtime.phantom import run_phantom
+from tierloop.runtime.selection import ReplayedSelection
+
+PROMPT = tiny_workload(210).token_ids
+SPARSE: dict[str, Any] = {
+    "budget": 0.35,
+    "dense_layers": 0,
+    "shares": {"emu:dram": 1.0, "emu:cxl": 1.0, "emu:pnm": 1.0, "emu:numa": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompts", "dtype", "options"),
+    [
+        ("all-gpu", [PROMPT], "float32", {}),
+        ("cpu-attention", [PROMPT], "bfloat16", {}),
+        ("stream-offload", [PROMPT], "float32", {}),
+        ("split-all", [PROMPT], "float32", {}),
+        ("split-all", [PROMPT[:90], PROMPT], "int8", {}),
+        ("topk-blocks", [PROMPT], "float32", {"budget": 0.4, "dense_layers": 1}),
+        ("topk-blocks", [PROMPT, PROMPT[:100]], "float32", SPARSE),
+    ],
+)
+def test_a_replayed_phantom_takes_exactly_as_long_as_the_run_with_bytes(
+    policy: str, prompts: list[list[int]], dtype: str, options: dict[str, Any]
+) -> None:
+    recorded = record(policy, prompts, dtype=dtype, **options)
+    phantom = replay(recorded, ReplayedSelection(recorded.selection))
+    assert bool(recorded.selection.answers) == (policy == "topk-blocks")
+    assert phantom.step_ns == recorded.step_ns
+    assert phantom.links == recorded.links
+    assert phantom.devices == recorded.devices
+    assert phantom.stages == recorded.stages
+    assert phantom.refused is None
+
+
+def test_a_locality_model_predicts_the_step_time_of_prompts_that_it_has_not_seen() -> None:
+    seen = [record("topk-blocks", [tiny_workload(400, seed).token_ids], 8, **SPARSE) for seed in (1, 2)]
+    unseen = [record("topk-blocks", [tiny_workload(400, seed).token_ids], 8, **SPARSE) for seed in (3, 4)]
+    fitted = fit_locality([run.selection for run in seen])
+    measured = mean(mean(run.step_ns) for run in unseen)
+    predicted = mean(
+        mean(replay(unseen[0], LocalitySelection(fitted, 3, seed), steps=8).step_ns) for seed in range(3)
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)
+    newest = (*(0.0,) * 31, 1.0)
+    crowded = LocalityModel((LayerLocality(0.0, 16.0, newest),), 16)
+    elsewhere = mean(replay(unseen[0], LocalitySelection(crowded, 3), steps=8).step_ns)
+    assert abs(elsewhere - measured) > 2 * abs(predicted - measured), "any selection would have done"
+
+
+def test_the_same_seed_takes_the_same_time_and_another_one_another() -> None:
+    recorded = record("topk-blocks", [PROMPT], **SPARSE)
+    model = fit_locality([recorded.selection])
+    first, again, other = (replay(recorded, LocalitySelection(model, 3, seed), steps=6) for seed in (1, 1, 2))
+    assert first.step_ns == again.step_ns
+    assert first.step_ns != other.step_ns
+
+
+def test_steps_before_the_report_are_not_in_it() -> None:
+    recorded = record("topk-blocks", [PROMPT], 6, **SPARSE)
+    whole = replay(recorded, ReplayedSelection(recorded.selection))
+    later = replay(recorded, ReplayedSelection(recorded.selection), steps=4, warmup_steps=2)
+    assert later.step_ns == whole.step_ns[2:]
+    assert later.elapsed_ns == sum(later.step_ns)
+    assert later.links["pcie"].bytes_back < whole.links["pcie"].bytes_back
+
+
+def assert_nothing_is_left(platform: Platform) -> None:
+    """Every memory gives all of its bytes again."""
+    for device, memory in platform.memories():
+        device.free(device.alloc(memory.capacity // memory.alignment * memory.alignment, memory.name, phantom=True))
+
+
+def test_nothing_is_left_on_the_platform_and_no_byte_is_touched() -> None:
+    model = find_model("llama-3-8b")
+    shape = cache_shape(model, "bfloat16", block_tokens_for(1 << 20))
+    with open_platform("hybridgen-a100-cxl") as platform:
+        observers = list(platform.site.observers)
+        result = run_phantom(
+            ShapeStages.of_shape(model), shape, platform, PolicyRequest("cpu-attention"), context=1 << 20
+        )
+        assert platform.site.observers == observers
+        assert_nothing_is_left(platform)
+    assert result.refused is None
+    assert sum(result.placement.values()) >= (1 << 20) * model.kv_nbytes()
+    assert result.devices["emu:dram"].bytes_read >= (1 << 20) * model.kv_nbytes()
+    assert result.step_ns[0] * 163.84 >= (1 << 20) * model.kv_nbytes(), "no step is faster than its bytes"
+
+
+def test_several_requests_share_the_weights_of_a_step() -> None:
+    model = find_model("opt-1.3b")
+    shape = cache_shape(model)
+    results = []
+    with open_platform("hybridgen-a100-cxl") as platform:
+        for batch in (1, 8):
+            stages, wanted = ShapeStages.of_shape(model), PolicyRequest("all-gpu")
+            results.append(run_phantom(stages, shape, platform, wanted, context=2000, batch=batch, steps=2))
+    one, eight = results
+    assert one.step_ns[0] < eight.step_ns[0] < 8 * one.step_ns[0]
+    assert eight.tokens_per_s == pytest.approx(8e9 / mean(eight.step_ns))
+
+
+def test_a_cache_that_does_not_fit_is_refused_and_says_how_much_is_missing() -> None:
+    model = find_model("opt-13b")
+    shape = cache_shape(model, block_tokens=block_tokens_for(1 << 20))
+    with open_platform("hybridgen-a100-cxl") as platform:
+        result = run_phantom(ShapeStages.of_shape(model), shape, platform, PolicyRequest("all-gpu"), context=1 << 20)
+        assert_nothing_is_left(platform)
+    assert result.refused is not None
+    assert "emu:gpu is too small" in result.refused
+    assert (result.step_ns, result.provenance) == ((), "")
+
+
+def test_a_context_beyond_the_model_and_a_borrowed_locality_are_called_extrapolated() -> None:
+    model = find_model("smollm2-135m")
+    stages, shape = ShapeStages.of_shape(model), cache_shape(model)
+    locality = LocalityModel.load(find_locality("smollm2-135m"))
+    runs = []
+    with open_platform("demo") as platform:
+        for context, name in ((512, "smollm2-135m"), (9000, "other")):
+            decisions = LocalitySelection(locality, 30)
+            wanted = PolicyRequest("topk-blocks", {"shares": {"emu:dram": 1.0}})
+            runs.append(
+                run_phantom(
+                    stages,
+                    shape,
+                    platform,
+                    wanted,
+                    context=context,
+                    decisions=decisions,
+                    model=name,
+                    context_limit=model.context_length,
+                )
+            )
+    inside, beyond = runs
+    assert (inside.provenance, inside.notes) == ("simulated", ())
+    assert beyond.provenance == "extrapolated"
+    assert any("9,002 tokens are more than the 8,192" in note for note in beyond.notes)
+    assert any("the selection has the locality of smollm2-135m" in note for note in beyond.notes)
+    assert any("at most 2,049 tokens" in note for note in beyond.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": 0}, "the context is 0; it must be from 1 to 16,777,216"),
+        ({"context": 1 << 25}, "the context is 33554432; it must be from 1"),
+        ({"context": 100, "batch": 0}, "the batch is 0; it must be from 1"),
+        ({"steps": 0}, "steps are 0 and warm-up steps 0"),
+        ({"warmup_steps": -1}, "warm-up steps -1; they must be at least 1 and 0"),
+        ({"policy": "topk-block"}, "unknown policy 'topk-block'; did you mean 'topk-blocks'"),
+        ({"policy_options": {"bugdet": 1}}, "no option 'bugdet'"),
+        ({"policy_options": {"budget": 0}}, "budget is 0"),
+    ],
+)
+def test_wrong_input_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:
+    recorded = record("topk-blocks", [PROMPT[:40]], 1)
+    with pytest.raises(ConfigurationError, match=message):
+        replay(recorded, None, **changes)
+
+
+def test_a_wall_clock_is_refused() -> None:
+    shape = cache_shape(find_model("smollm2-135m"))
+    with (
+        open_platform("demo-wall") as platform,
+        pytest.raises(ConfigurationError, match="a phantom run takes virtual time"),
+    ):
+        run_phantom(STAGES, shape, platform, PolicyRequest("all-gpu"), context=10)

@@ -37,6 +37,8 @@ SPARSE: dict[str, Any] = {
         ("split-all", [PROMPT[:90], PROMPT], "int8", {}),
         ("topk-blocks", [PROMPT], "float32", {"budget": 0.4, "dense_layers": 1}),
         ("topk-blocks", [PROMPT, PROMPT[:100]], "float32", SPARSE),
+        ("hybridgen", [PROMPT], "float32", {"budget": 0.3, "k_min": 8}),
+        ("hybridgen", [PROMPT, PROMPT[:150]], "bfloat16", {"budget": 0.2, "k_min": 8, "scheduler": "full"}),
     ],
 )
 def test_a_replayed_phantom_takes_exactly_as_long_as_the_run_with_bytes(
@@ -44,7 +46,7 @@ def test_a_replayed_phantom_takes_exactly_as_long_as_the_run_with_bytes(
 ) -> None:
     recorded = record(policy, prompts, dtype=dtype, **options)
     phantom = replay(recorded, ReplayedSelection(recorded.selection))
-    assert bool(recorded.selection.answers) == (policy == "topk-blocks")
+    assert bool(recorded.selection.answers) == (policy in ("topk-blocks", "hybridgen"))
     assert phantom.step_ns == recorded.step_ns
     assert phantom.links == recorded.links
     assert phantom.devices == recorded.devices

@@ -359,7 +359,7 @@ def test_bad_options_are_named_before_any_work(options: dict[str, Any], message:
 def test_a_platform_without_cxl_memory_is_refused_where_it_was_asked_for() -> None:
     with open_platform("laptop", clock="virtual") as laptop:
         engine = Engine(laptop, kv_shape(MODEL))
-        with pytest.raises(ConfigurationError, match='does not have; mapping = "dram" keeps'):
+        with pytest.raises(ConfigurationError, match='reaches none; mapping = "dram" keeps'):
             make(HybridGen, engine, {"mapping": "semantic"})
         assert isinstance(make(HybridGen, engine, {}), HybridGen)
 

@@ -137,7 +137,7 @@ class HybridGen(RecentOnGpu):
                 f"{engine.shape.dtype} rows on {engine.host}"
             )
         if "mapping" in self.without:
-            mapping = "interleave" if _far(engine) else "dram"
+            mapping = "interleave" if _far(engine, cores) else "dram"
         super().__init__(engine, gpu_share, _homes(engine, cores, mapping, weights))
         for memory in {m for turn in self._homes for m in turn}:
             if not cores.reaches(memory):
@@ -391,14 +391,14 @@ def _switched_off(without: Any) -> frozenset[str]:
     return frozenset(without)
 
 
-def _far(engine: Engine) -> str | None:
-    found = engine.memories("cxl")
-    return found[0].name if found else None
+def _far(engine: Engine, cores: Lane) -> str | None:
+    """The first CXL memory that the cores reach."""
+    return next((memory.name for memory in engine.memories("cxl") if cores.reaches(memory.name)), None)
 
 
 def _homes(engine: Engine, cores: Lane, mapping: str, weights: Mapping[str, int] | None) -> Homes:
     """Where blocks of K and of V go in turn."""
-    host, far = engine.host, _far(engine)
+    host, far = engine.host, _far(engine, cores)
     if weights is not None and mapping != "weighted":
         raise ConfigurationError(f'hybridgen: weights belong to mapping = "weighted", not to {mapping!r}')
     if mapping == "auto":
@@ -410,8 +410,9 @@ def _homes(engine: Engine, cores: Lane, mapping: str, weights: Mapping[str, int]
         return turn, turn
     if far is None:
         raise ConfigurationError(
-            f"hybridgen: mapping {mapping!r} puts rows into CXL memory, which platform {engine.platform.name} does not "
-            'have; mapping = "dram" keeps all of them in host memory'
+            f"hybridgen: mapping {mapping!r} puts rows into CXL memory, and {cores.device.info.name} of platform "
+            f"{engine.platform.name} reaches none; "
+            'mapping = "dram" keeps all of them in host memory'
         )
     if mapping == "semantic":
         return (host,), (far,)

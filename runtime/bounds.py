@@ -26,8 +26,16 @@ def rounding_bound(
     query: Float64, logits: Float64, keys: Float64, values: Float64, scale: float, split_tokens: int, merges: int
 ) -> Float64:
     """The bound on |ô − o|, (g, d_v), of one KV head: queries (g, d), logits (g, n), keys (n, d), values (n, d_v)."""
+    magnitudes = np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+    return output_bound(magnitudes, logits, values, query.shape[1], scale, split_tokens, merges)
+
+
+def output_bound(
+    magnitudes: Float64, logits: Float64, values: Float64, head_dim: int, scale: float, split_tokens: int, merges: int
+) -> Float64:
+    """The same bound from Σ|q_k||K_jk|, (g, n): each row's may be that of another query."""
     top = logits.max(axis=1, keepdims=True)
-    ds = (query.shape[1] + 3) * U * scale * np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+    ds = (head_dim + 3) * U * scale * magnitudes
     ds = ds + 2 * U * np.abs(logits) + 2 * U * (top - logits)
     factor = 2 * ds.max(axis=1, keepdims=True) + (2 * split_tokens + 8 * merges + 18) * U
     bound: Float64 = factor * np.einsum("gn,nd->gd", softmax(logits), np.abs(values))

@@ -44,6 +44,10 @@ class Scan:
     wanted: int
     """Rows of each KV head; at least all of them means all, and nothing has to be chosen."""
 
+    def whole(self, block_rows: int) -> bool:
+        """Whether every host row of the request is wanted."""
+        return not self.first and self.wanted >= self.last * block_rows
+
 
 class Layout(NamedTuple):
     """Rows of each list: those of the host and, right after them, those of the GPU; int64 (lists,) each."""
@@ -69,7 +73,7 @@ class Chosen:
     positions: list[Int64]
     layout: Layout
     everything: bool
-    """Every host row of every request was taken."""
+    """Every scanned row of every request was taken."""
     scanned: Completion | None = None
     arriving: list[Completion] = field(default_factory=list)
     """V rows (and keys, where those are sent) and logits, as far as they have been sent."""
@@ -116,11 +120,16 @@ def logits_of(engine: Engine, batch: Batch, runs: Int64) -> Logits:
 
 
 class LogitsCalculator:
-    """The host's side: `lane` are the cores that reach the keys and values, `memory` is theirs."""
+    """The host's side: `lane` are the cores that reach keys and values.
+
+    What is sent has a queue of its own where the cores have two: a scan that waits for the next layer's query would
+    hold up what this layer needs.
+    """
 
     def __init__(self, engine: Engine, lane: Lane, work: Workspace, block_rows: int) -> None:
         self._engine = engine
         self._lane = lane
+        self._sender = Lane(lane.device, lane.executor, lane.executor.queues[-1])
         self._work = work
         self._block = block_rows
 
@@ -190,7 +199,7 @@ class LogitsCalculator:
         ready = chosen.scanned
         if not chosen.everything:
             picked = self._work.at("picked", layer, source.spans.nbytes)
-            ready = self._mark(engine.launch(self._lane, Gather(), ((source,),), ((picked,),), [ready]), GATHER)
+            ready = self._mark(engine.launch(self._sender, Gather(), ((source,),), ((picked,),), [ready]), GATHER)
             source = picked
         self._send(layer, chosen, source, ready)
 
@@ -213,7 +222,7 @@ class LogitsCalculator:
         nbytes = int(chosen.layout.host.sum()) * engine.shape.row_nbytes(side)
         if not direct and not chosen.everything:
             gathered = self._work.at(use, layer, nbytes)
-            done = self._mark(engine.launch(self._lane, Gather(), (source,), ((gathered,),)), GATHER)
+            done = self._mark(engine.launch(self._sender, Gather(), (source,), ((gathered,),)), GATHER)
             arriving = self._work.at(f"{use} arriving", layer, nbytes)
             chosen.arriving.append(self._mark(engine.copy(gathered, arriving, [done]), TRANSFER))
             return
@@ -259,7 +268,8 @@ class LogitsCalculator:
         stage: str,
     ) -> Completion:
         args = logits_of(self._engine, batch, runs)
-        return self._mark(self._engine.launch(self._lane, args, ((queries,), keys), (target,), after), stage)
+        lane = self._lane if stage == SELECT else self._sender
+        return self._mark(self._engine.launch(lane, args, ((queries,), keys), (target,), after), stage)
 
     def _mark(self, completion: Completion, stage: str) -> Completion:
         return self._engine.stages.mark(completion, stage)

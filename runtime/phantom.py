@@ -153,6 +153,7 @@ class _Run:
         step_ns = loop.run(self._steps(self._load.steps))
         devices, links = self._ledger.snapshot()
         decoding_ns = clock.now() - begun
+        details = self._policy.report()
         if observer is not None:
             observer(self._policy)
         for request in self._requests:
@@ -167,6 +168,7 @@ class _Run:
             exact=type(self._policy).exact,
             devices=devices,
             links=links,
+            details=details,
             stages=dict(sorted(self._engine.stages.ns.items())),
             placement=dict(placement),
             guesses=tuple(self._platform.guesses),

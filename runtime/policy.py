@@ -179,6 +179,10 @@ class Policy:
     def observe(self, completion: Completion) -> None:
         """A command of the platform has ended."""
 
+    def report(self) -> dict[str, Any]:
+        """What the policy did that no command shows, as plain data for the result: its own settings over time."""
+        return {}
+
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         """Which pool takes which of these new blocks; together they are `blocks`."""
         raise NotImplementedError

@@ -76,6 +76,8 @@ class PolicyResult:
     links: dict[str, LinkUse] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)
     """Busy ns of the decode by stage, scaled back: sums of commands, so stages that overlap count both."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the policy itself reports (`Policy.report`)."""
     placement: dict[str, int] = field(default_factory=dict)
     """Bytes of the KV cache on each memory at the end of prefill."""
     guesses: tuple[str, ...] = ()

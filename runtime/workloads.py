@@ -9,7 +9,8 @@ together with the tokens that it is to answer, is a `WorkloadError` and is never
 
 import random
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,6 +75,34 @@ def needle_prompt(
     token_ids = _token_ids(model, prompt)
     _check_fits(model, len(token_ids), new_tokens)
     return Workload(prompt, token_ids, question, fact, answer)
+
+
+def prose_with_facts(
+    model: Model, num_tokens: int, facts: Sequence[str], depths: Sequence[float], ending: str, first: int
+) -> list[int]:
+    """As much prose as fits into `num_tokens` tokens, with paragraphs `facts` hidden at `depths`, and `ending` last.
+
+    The text starts at paragraph `first`, counted around the haystack. Raises WorkloadError where the facts alone do not
+    fit.
+    """
+
+    def hidden(num_words: int) -> list[int]:
+        text = " ".join(hay[:num_words])
+        for fact, depth in zip(facts, depths, strict=True):
+            text = _with_paragraph(text, fact, depth)
+        return _token_ids(model, text + ending)
+
+    least = len(_token_ids(model, "\n\n".join(facts) + ending))
+    if num_tokens < least:
+        raise WorkloadError(f"{num_tokens} tokens were asked for, the facts and the question alone take {least}")
+    hay = _words(first % len(_paragraphs()), num_tokens)
+    num_words = bisect_right(range(1, len(hay)), num_tokens, key=lambda count: len(hidden(count)))
+    return hidden(num_words)
+
+
+def prose(model: Model, num_tokens: int, first: int) -> list[int]:
+    """Exactly `num_tokens` tokens of prose from paragraph `first` on, counted around the haystack."""
+    return _token_ids(model, " ".join(_words(first % len(_paragraphs()), num_tokens)))[:num_tokens]
 
 
 def text_prompt(model: Model, text: str, new_tokens: int = NEW_TOKENS) -> Workload:

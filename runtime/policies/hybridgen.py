@@ -29,6 +29,7 @@ Where the paper is silent, or this deviates:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, ClassVar
 
@@ -36,20 +37,46 @@ import numpy as np
 
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.regions import Segment
 from tierloop.runtime.blocks import K, V
 from tierloop.runtime.engine import Engine, Lane
+from tierloop.runtime.feedback import KINDS, TIMINGS, FeedbackScheduler, Kind, Setting, Times, Timing
 from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.logit_parallel import SLOTS, Chosen, Layout, LogitsCalculator, Scan, TokenConcatenator
+from tierloop.runtime.logit_parallel import (
+    COMBINE,
+    GATHER,
+    GPU_LOGITS,
+    LOGITS,
+    SELECT,
+    SLOTS,
+    TRANSFER,
+    Chosen,
+    Layout,
+    LogitsCalculator,
+    Scan,
+    TokenConcatenator,
+)
 from tierloop.runtime.loop import Task
-from tierloop.runtime.policy import Batch, Request, number, share_above_zero, whole_numbers
+from tierloop.runtime.policy import Batch, Prediction, Request, number, share_above_zero, whole_numbers
 from tierloop.runtime.recent import Homes, RecentOnGpu, turns
 from tierloop.runtime.workspace import Workspace
 
-TIMINGS = ("prev", "prev-select", "current")
 MAPPINGS = ("auto", "semantic", "interleave", "weighted", "dram")
-SCHEDULERS = ("fixed", "adaptive", "full", "port")
 VALUES = ("gather", "direct")
+ON_GPU = ("qkv", "predict", "append", GPU_LOGITS, COMBINE, "mlp")
+ON_CPU = (SELECT, "decide", LOGITS, GATHER)
+"""Stages that the feedback scheduler takes as T_gpu and T_cpu. Choosing is part of T_cpu: the scan makes the logits."""
 Ahead = tuple[list[Scan], Chosen | None]
+
+
+@dataclass
+class _Pace:
+    """A request's scheduler, and what holds in this step."""
+
+    scheduler: FeedbackScheduler
+    setting: Setting
+    history: list[tuple[int, str, float]] = field(default_factory=list)
+    """K, timing and load of each step."""
 
 
 class HybridGen(RecentOnGpu):
@@ -67,8 +94,8 @@ class HybridGen(RecentOnGpu):
         k_min: int = 64,
         k_max: int | None = None,
         gpu_share: float = 0.1,
-        scheduler: str = "full",
-        timing: str = "prev",
+        scheduler: Kind = "full",
+        timing: Timing = "prev",
         mapping: str = "auto",
         weights: Mapping[str, int] | None = None,
         scan_tokens: int = 0,
@@ -76,11 +103,15 @@ class HybridGen(RecentOnGpu):
         values: str = "gather",
         noise: float = 0.0,
         seed: int = 0,
+        step: float = 0.2,
+        epsilon: float = 0.1,
+        smoothing: float = 0.05,
+        every: int = 4,
         without: Sequence[str] = (),
     ) -> None:
         self.without = _switched_off(without)
         for option, value, allowed in (
-            ("scheduler", scheduler, SCHEDULERS),
+            ("scheduler", scheduler, KINDS),
             ("timing", timing, TIMINGS),
             ("mapping", mapping, MAPPINGS),
             ("values", values, VALUES),
@@ -118,9 +149,12 @@ class HybridGen(RecentOnGpu):
                 f"{engine.shape.dtype} rows"
             )
         self._budget, self._k, self._k_min, self._k_max = budget, k, int(k_min), k_max
-        self._scheduler = "fixed" if "scheduler" in self.without or budget == 1 else scheduler
+        self._scheduler: Kind = "fixed" if "scheduler" in self.without or budget == 1 else scheduler
+        number("hybridgen: step", step, 0)
+        self._reaction = {"step": step, "epsilon": epsilon, "smoothing": smoothing, "every": every}
         self._timing = timing
-        self._scan_blocks = -(-int(scan_tokens) // self.shape.block_tokens)
+        self._scan_tokens = int(scan_tokens)
+        self._pace(self._k_min, self._k_min)  # its arguments are checked there
         self._predict_from = int(predict_from)
         self._direct = values == "direct"
         self._noise, self._seed = noise, int(seed)
@@ -129,6 +163,8 @@ class HybridGen(RecentOnGpu):
         self._concatenator = TokenConcatenator(engine, gpu, self._work)
         self._in_place = InPlaceAttention(engine)
         self._ahead: dict[tuple[int, tuple[str, ...]], Task[Ahead]] = {}
+        self._before: dict[str, int] = {}
+        self._history: dict[str, list[tuple[int, str, float]]] = {}
 
     # -- a request's life -----------------------------------------------------------------------------------------
 
@@ -141,6 +177,9 @@ class HybridGen(RecentOnGpu):
         wants = self._wants(request)
         self._work.reserve(wants)
         request.state["wants"] = wants
+        rows = self.border(request, 0) * self.shape.block_tokens
+        request.state["pace"] = pace = self._pace(self._most(request), self._first_k(rows))
+        self._history[request.name] = pace.history
 
     async def release(self, request: Request) -> None:
         wants = request.state.get("wants")
@@ -155,6 +194,22 @@ class HybridGen(RecentOnGpu):
         if self._scheduler == "fixed":
             return min(first, rows)
         return min(self._k_max if self._k_max is not None else max(4 * first, self._k_min), rows)
+
+    def _pace(self, k_max: int, k: int) -> _Pace:
+        scan = self._scan_tokens if self._scheduler == "port" else 0
+        try:
+            scheduler = FeedbackScheduler(
+                self._k_min,
+                k_max,
+                max(k, self._k_min),
+                self._timing,
+                kind=self._scheduler,
+                scan=scan,
+                **self._reaction,  # type: ignore[arg-type]  # each is of its argument's type
+            )
+        except ValueError as error:
+            raise ConfigurationError(f"hybridgen: {error}") from error
+        return _Pace(scheduler, scheduler.setting)
 
     def _first_k(self, rows: int) -> int:
         """K to begin with for that many host rows."""
@@ -186,16 +241,23 @@ class HybridGen(RecentOnGpu):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     async def layer_input(self, layer: int, batch: Batch) -> None:
-        following = layer + 1
+        if layer == 0 and batch.q_len == 1:
+            self._begin_step(batch)
+        following, timing = layer + 1, self._timing_of(batch)
         if (
             layer >= self._predict_from
             and following < self.shape.num_layers
             and batch.q_len == 1
-            and self._timing != "current"
+            and timing != "current"
             and "logit_parallelism" not in self.without
         ):
-            key = following, tuple(r.name for r in batch.requests)
-            self._ahead[key] = self.engine.loop.spawn(self._work_ahead(following, batch, self._timing))
+            assert batch.predict is not None, "a decoder that calls layer_input predicts"
+            # Submitted at once: behind this layer's attention in the GPU's queue it would come too late.
+            target = self._work.at("predicted", following, batch.queries.spans.nbytes)
+            prediction = batch.predict(following, target)
+            queries, ready = self._calculator.queries(following, target, [prediction.ready])
+            ahead = self._work_ahead(following, batch, timing, prediction, queries, ready)
+            self._ahead[following, tuple(r.name for r in batch.requests)] = self.engine.loop.spawn(ahead)
 
     async def attend(self, layer: int, batch: Batch) -> list[Completion]:
         if batch.q_len > 1:
@@ -226,15 +288,38 @@ class HybridGen(RecentOnGpu):
             self.demote(request, layer, [appended])
         return done
 
-    async def _work_ahead(self, layer: int, batch: Batch, timing: str) -> Ahead:
+    def _begin_step(self, batch: Batch) -> None:
+        """Set K and timing of every request by what the step before took."""
+        now = self.engine.stages.ns
+        took = {stage: ns - before if ns >= (before := self._before.get(stage, 0)) else ns for stage, ns in now.items()}
+        self._before = dict(now)
+        gpu, cpu = (sum(took.get(stage, 0) for stage in stages) for stages in (ON_GPU, ON_CPU))
+        for request in batch.requests:
+            pace: _Pace = request.state["pace"]
+            if pace.history:
+                rows = self.border(request, 0) * self.shape.block_tokens
+                times = Times(gpu, cpu, took.get(TRANSFER, 0), 0)
+                pace.setting = pace.scheduler.decide(times, min(rows, self._most(request)))
+            pace.history.append((pace.setting.k, pace.setting.timing, pace.scheduler.load))
+
+    def _timing_of(self, batch: Batch) -> Timing:
+        """The most accurate timing that a request of the batch asks for."""
+        return max((r.state["pace"].setting.timing for r in batch.requests), key=TIMINGS.index)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            name: {"k": [k for k, _, _ in steps], "timing": [t for _, t, _ in steps], "load": [x for _, _, x in steps]}
+            for name, steps in self._history.items()
+        }
+
+    async def _work_ahead(
+        self, layer: int, batch: Batch, timing: Timing, prediction: Prediction, queries: Segment, ready: Completion
+    ) -> Ahead:
         """Choose a layer's host rows by a predicted query and start to send them."""
         scans = await self._scans(layer, batch)
-        if all(s.wanted >= (s.last - s.first) * self.shape.block_tokens for s in scans):
+        if all(scan.whole(self.shape.block_tokens) for scan in scans):
             return scans, None
-        assert batch.predict is not None, "a decoder that calls layer_input predicts"
-        prediction = batch.predict(layer, self._work.at("predicted", layer, batch.queries.spans.nbytes))
-        queries, ready = self._calculator.queries(layer, prediction.target, [prediction.ready])
-        chosen = await self._calculator.choose(layer, batch, scans, queries, ready, True)
+        chosen = await self._calculator.choose(layer, batch, scans, queries, ready, timing == "prev")
         chosen = self._spoilt(layer, batch, scans, chosen)
         self._calculator.send_rows(layer, batch, chosen, V, self._direct)
         if timing == "prev":
@@ -260,8 +345,11 @@ class HybridGen(RecentOnGpu):
             await self.settle(request, layer)
             last = self.border(request, layer)
             rows = last * self.shape.block_tokens
-            wanted = min(self._first_k(rows), self._most(request))
-            first = max(last - self._scan_blocks, 0) if self._scan_blocks and wanted < rows else 0
+            setting: Setting = request.state["pace"].setting
+            fixed = self._scheduler == "fixed"
+            wanted = min(self._first_k(rows) if fixed else setting.k, self._most(request))
+            tokens = setting.scan if self._scheduler == "port" else self._scan_tokens
+            first = max(last - -(-tokens // self.shape.block_tokens), 0) if tokens and wanted < rows else 0
             found.append(Scan(first, last, wanted))
         return found
 
@@ -283,7 +371,7 @@ class HybridGen(RecentOnGpu):
 
     def _account(self, batch: Batch, scans: Sequence[Scan], chosen: Chosen) -> None:
         """Tell the oracle which rows are attended, and which logits come from a prediction."""
-        if chosen.everything:
+        if all(scan.whole(self.shape.block_tokens) for scan in scans):
             return
         heads = self.shape.num_kv_heads
         for i, scan in enumerate(scans):

@@ -44,7 +44,7 @@ def record(
     overrides: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Recorded:
-    """Decode `steps` tokens of each prompt, all in one batch, in blocks of 16 tokens; `overrides` change the machine."""
+    """Decode `steps` tokens of each prompt, all in one batch, in blocks of 16 tokens, on a machine with `overrides`."""
     shape = kv_shape(MODEL, dtype, 16, 16)
     origin = Origin(
         MODEL.name, MODEL.fingerprint, shape, policy, options, tuple(len(p) for p in prompts), steps, 0, STAGES
@@ -85,7 +85,7 @@ def record(
 
 
 def replay(recorded: Recorded, decisions: Decisions | None, **changes: Any) -> PolicyResult:
-    """The same run as a phantom; `changes` are other arguments of run_phantom, `policy_options`, `shape` or `overrides`."""
+    """The same run as a phantom; `changes`: arguments of run_phantom, or `policy_options`, `shape`, `overrides`."""
     origin = recorded.selection.origin
     shape = changes.pop("shape", origin.shape)
     policy = changes.pop("policy", origin.policy)

@@ -56,7 +56,7 @@ def test_a_replayed_phantom_takes_exactly_as_long_as_the_run_with_bytes(
 
 def test_a_locality_model_predicts_the_step_time_of_prompts_that_it_has_not_seen() -> None:
     slow = {"links.cxl.bytes_per_s": 100_000_000}
-    options = {"budget": 0.35, "dense_layers": 0, "shares": {"emu:cxl": 1.0, "emu:dram": 1.0}}
+    options: dict[str, Any] = {"budget": 0.35, "dense_layers": 0, "shares": {"emu:cxl": 1.0, "emu:dram": 1.0}}
     prompts = [tiny_workload(400, seed).token_ids for seed in (1, 2, 3, 4)]
     first, second, *unseen = (record("topk-blocks", [prompt], 6, overrides=slow, **options) for prompt in prompts)
     fitted = fit_locality([first.selection, second.selection])

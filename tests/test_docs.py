@@ -144,6 +144,7 @@ def test_every_command_and_option_is_documented() -> None:
         "verify",
         "conformance",
         "accuracy",
+        "k-min",
         "ablate",
         "phantom",
         "reproduce",

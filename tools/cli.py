@@ -45,6 +45,7 @@ from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
 from tierloop.tools.doctor import doctor
+from tierloop.tools.k_min import k_min
 from tierloop.tools.listing import listing
 from tierloop.tools.output import OutputError
 from tierloop.tools.phantom import phantom
@@ -71,6 +72,7 @@ for command, name in (
     (calibrate, "calibrate"),
     (verify, "verify"),
     (accuracy, "accuracy"),
+    (k_min, "k-min"),
     (ablate, "ablate"),
     (phantom, "phantom"),
 ):

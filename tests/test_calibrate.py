@@ -155,7 +155,7 @@ def test_a_small_memory_is_calibrated_and_verified_in_smaller_pools(tmp_path: Pa
 
 
 def test_a_drive_is_calibrated_as_a_memory_of_blocks(tmp_path: Path) -> None:
-    calibrated(tmp_path, "demo:nvme")
+    calibrated(tmp_path, "demo:nvme", few)
     profile = read_profile(tmp_path / "found.toml")
     assert profile.memory is not None
     assert not profile.memory.byte_addressable
@@ -348,6 +348,15 @@ def test_a_broken_profile_is_refused_by_key(profile: Path, tmp_path: Path, old: 
 # -- the command line ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def without_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that calibrate measure what constants need, and no more."""
+    from tierloop.tools import calibration
+
+    monkeypatch.setattr(calibration, "plan", lambda *arguments: no_load(plan(*arguments)))
+
+
+@pytest.mark.usefixtures("without_load")
 def test_the_loop_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     output = tmp_path / "out" / "dram.toml"
     code, out, err = run_cli("calibrate", "demo:dram", "-o", output, "--quick", "--clock", "virtual", "--json")
@@ -377,6 +386,7 @@ def test_an_error_above_the_bound_ends_with_1(run_cli: RunCli, profile: Path, tm
     assert run_cli("verify", wrong, "--clock", "virtual", "--bound", "50")[0] == 0
 
 
+@pytest.mark.usefixtures("without_load")
 def test_a_model_that_does_not_describe_the_device_ends_with_1(run_cli: RunCli, tmp_path: Path) -> None:
     output = tmp_path / "nvme.toml"
     code, _, err = run_cli("calibrate", "demo:nvme", "-o", output, "--quick", "--clock", "virtual")

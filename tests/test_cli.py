@@ -75,7 +75,7 @@ def test_help_needs_no_framework() -> None:
     code = (
         "import sys; from tierloop.tools.cli import main; main(['--help']); print(sorted({'torch'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "[]"
     for command in COMMANDS:
         assert command in done.stdout

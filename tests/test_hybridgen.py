@@ -364,6 +364,18 @@ def test_a_platform_without_cxl_memory_is_refused_where_it_was_asked_for() -> No
         assert isinstance(make(HybridGen, engine, {}), HybridGen)
 
 
+def test_a_platform_whose_host_has_no_cores_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "coreless.toml"
+    place.write_text(
+        'description = "A GPU beside memory"\nclock = "virtual"\nhost = "cxl"\n'
+        '[devices.gpu]\ndriver = "emulated"\nprofile = "demo-gpu"\nreaches.cxl = ["bus"]\n'
+        '[devices.cxl]\ndriver = "emulated"\nprofile = "demo-cxl"\n'
+        '[links.bus]\nends = ["cxl", "gpu"]\nbytes_per_s = 1e10\nlatency_ns = 100\nsource = "defined"\n'
+    )
+    with open_platform(place) as platform, pytest.raises(ConfigurationError, match="no CPU executor of platform"):
+        make(HybridGen, Engine(platform, kv_shape(MODEL)), {})
+
+
 def test_a_request_that_does_not_fit_is_refused_alone() -> None:
     with open_platform(SMALL, overrides={"devices.cxl.capacity": 240_000}) as platform:
         engine = Engine(platform, kv_shape(MODEL, block_tokens=16, split_tokens=16))

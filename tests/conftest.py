@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
         folders = ("devices", "firmware_models", "emulators", "runtime", "tools")
         sources = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-        compiled = [path for path in sources if "from tierloop.devices.kernels.compiled import" in path.read_text()]
+        compiled = [path for path in sources if re.search(r"^ *@(kernel|entry)\(", path.read_text(), re.MULTILINE)]
         names = [".".join(("tierloop", *path.relative_to(ROOT).with_suffix("").parts)) for path in compiled]
         subprocess.run([sys.executable, "-c", "import " + ", ".join(names)], check=True)
 

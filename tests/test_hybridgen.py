@@ -18,10 +18,10 @@ from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.compare import PolicyRequest, compare, find_policy, kv_shape
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.kv_mapping import turns
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.policies.hybridgen import HybridGen
 from tierloop.runtime.policy import Request, make
-from tierloop.runtime.recent import turns
 from tierloop.runtime.workspace import Workspace
 
 from .decoding import SMALL, Decoded, decode, dense_of
@@ -348,6 +348,10 @@ def test_the_gpu_keeps_its_share_and_no_more() -> None:
         ({"without": "scheduler"}, "must be a list of mechanisms"),
         ({"without": ["cache"]}, "without 'cache'"),
         ({"noise": 2}, "noise is 2; it must be from 0 to 1"),
+        ({"epsilon": "much"}, "epsilon is 'much'; it must be a number"),
+        ({"smoothing": 0}, "smoothing 0"),
+        ({"every": 0}, "every is 0"),
+        ({"step": float("nan")}, "step is nan"),
         ({"predict_from": -1}, "predict_from is -1"),
     ],
 )

@@ -2,9 +2,9 @@
 
 Who calls this: the accuracy harness, and whoever measures a policy in another way. Facts are hidden in real English
 (the prose of workloads.py) and asked for at its end, by the beginning of a sentence whose next word is the answer: a
-small base model completes text, and does not answer questions (docs/accuracy.md has the experiments). What must hold:
-the same arguments give the same cases under one Python version and tokenizer; the prompt and what follows fit into
-`num_tokens` together.
+small base model completes text, and does not answer questions (docs/accuracy.md says what was measured). What must
+hold: the same arguments give the same cases under one Python version and tokenizer; the prompt and what follows fit
+into `num_tokens` together.
 
     needle      one fact in the prose
     multi-key   four facts of the same form, about others; one of them is asked for

@@ -75,7 +75,7 @@ def accuracy(
     with results(as_json) as shown:
         opened = open_platform(platform)  # a wrong platform is known before the model is loaded
         opened.close()
-        subject = _subject(model, cache)
+        subject = subject_of(model, cache)
 
         def fresh() -> Platform:
             return open_platform(platform)
@@ -94,7 +94,8 @@ def accuracy(
         raise typer.Exit(FAILED)
 
 
-def _subject(model: str, cache: options.Cache) -> Subject:
+def subject_of(model: str, cache: options.Cache) -> Subject:
+    """What `--model` names, loaded. Raises ModelError."""
     from tierloop.runtime.subjects import RecallSubject, TextSubject
 
     if model == RecallSubject.name:

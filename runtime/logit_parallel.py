@@ -168,22 +168,49 @@ class LogitsCalculator:
         done = self._logits(batch, operand.runs, queries, operand.keys, (scores,), [ready], SELECT)
         if not any(choosing):
             return Chosen(_stretches(first, lengths), Layout(lengths, gpu), True, done)
-        k = max(s.wanted for s, some in zip(scans, choosing, strict=True) if some)
-        indices = self._work.at("indices", layer, len(lengths) * k * 8)
-        args = Topk(k, lengths, shape.group, "max")
-        done = self._mark(self._engine.launch(self._lane, args, ((scores,),), ((indices,),), [done]), SELECT)
-        names = tuple(r.name for r in batch.requests)
-        question = Question("topk", layer, names, int(batch.positions[0, 0]), lengths, first, 1, k)
-        answer = await self._engine.decide(indices, question, [done])
-        positions = []
-        for number, best in enumerate(answer):
-            if choosing[number // heads]:
-                best = best[: scans[number // heads].wanted]
-                positions.append(np.sort(best[best >= 0]) + first[number])
-            else:
-                positions.append(np.arange(first[number], first[number] + lengths[number]))
+        best = await self._best(layer, batch, scans, lengths, first, choosing, done)
+        positions = [
+            np.arange(first[n], first[n] + lengths[n]) if n not in best else np.sort(best[n]) + first[n]
+            for n in range(len(lengths))
+        ]
         counts = np.array([len(p) for p in positions], dtype=np.int64)
         return Chosen(positions, Layout(counts, gpu), False, done)
+
+    async def _best(
+        self,
+        layer: int,
+        batch: Batch,
+        scans: Sequence[Scan],
+        lengths: Int64,
+        first: Int64,
+        choosing: Sequence[bool],
+        scanned: Completion,
+    ) -> dict[int, Int64]:
+        """By list: the best rows among those that were scanned. Requests that want as many rows are ranked together."""
+        heads, item = self._engine.shape.num_kv_heads, self._engine.shape.group * 4
+        groups: dict[int, list[int]] = {}
+        for i, (scan, some) in enumerate(zip(scans, choosing, strict=True)):
+            if some:
+                groups.setdefault(scan.wanted, []).append(i)
+        region, base = self._work.place("scores", layer)
+        starts = base + (np.cumsum(lengths) - lengths) * item
+        ranked, offset = [], 0
+        for k, members in groups.items():
+            lists = np.concatenate([np.arange(i * heads, (i + 1) * heads) for i in members])
+            indices = self._work.at("indices", layer, len(lists) * k * 8, offset)
+            offset += indices.spans.nbytes
+            scores = Segment(region, Spans(np.stack((starts[lists], lengths[lists] * item), axis=1)))
+            args = Topk(k, lengths[lists], self._engine.shape.group, "max")
+            done = self._mark(self._engine.launch(self._lane, args, ((scores,),), ((indices,),), [scanned]), SELECT)
+            names = tuple(batch.requests[i].name for i in members)
+            step = int(batch.positions[members[0], 0])
+            question = Question("topk", layer, names, step, lengths[lists], first[lists], 1, k)
+            ranked.append((lists, indices, question, done))
+        best: dict[int, Int64] = {}
+        for lists, indices, question, done in ranked:
+            answer = await self._engine.decide(indices, question, [done])
+            best.update((n, row[row >= 0]) for n, row in zip(lists.tolist(), answer, strict=True))
+        return best
 
     def send_scanned(self, layer: int, scans: Sequence[Scan], chosen: Chosen) -> None:
         """Send the logits of the scan for the chosen rows."""

@@ -89,6 +89,14 @@ def test_requests_of_different_length_share_a_batch() -> None:
     assert hybrid([PROMPT, OTHER, PROMPT[:20]], budget=1.0).outputs.tobytes() == expected.outputs.tobytes()
 
 
+def test_a_long_and_a_short_request_choose_as_many_rows_as_each_wants() -> None:
+    share = {"scheduler": "fixed", "k_min": 1, "budget": 0.2, "timing": "current"}
+    together = hybrid([PROMPT, PROMPT[:50], PROMPT], **share)
+    alone = [hybrid([prompt], **share) for prompt in (PROMPT, PROMPT[:50])]
+    assert together.tokens == [decoded.tokens[0] for decoded in (*alone, alone[0])]
+    assert together.verdict.worst_ratio <= 1
+
+
 @pytest.mark.parametrize("timing", ["prev", "prev-select", "current"])
 def test_a_batch_gives_each_request_what_it_gets_alone(timing: str) -> None:
     together = hybrid([PROMPT, OTHER], **FIXED, timing=timing)

@@ -49,6 +49,7 @@ from tierloop.tools.k_min import k_min
 from tierloop.tools.listing import listing
 from tierloop.tools.output import OutputError
 from tierloop.tools.phantom import phantom
+from tierloop.tools.reproduce import reproduce
 from tierloop.tools.run import run
 from tierloop.tools.verify import verify
 
@@ -75,6 +76,7 @@ for command, name in (
     (k_min, "k-min"),
     (ablate, "ablate"),
     (phantom, "phantom"),
+    (reproduce, "reproduce"),
 ):
     app.command(name)(command)
 

@@ -54,6 +54,10 @@ class RecentOnGpu(Policy):
         borders: Int64 = request.state["border"]
         return int(borders[layer])
 
+    def next_border(self, request: Request, layer: int) -> int:
+        """What `border` will be once this step has settled the layer."""
+        return self.border(request, layer) + (layer in request.state["demotions"])
+
     def most_host_rows(self, request: Request) -> int:
         """Rows of a layer and head that the host will hold at the end of the request's life."""
         return self._host_blocks(request) * self.shape.block_tokens

@@ -104,6 +104,15 @@ def test_a_batch_gives_each_request_what_it_gets_alone(timing: str) -> None:
     assert together.tokens == [decoded.tokens[0] for decoded in alone]
 
 
+def test_nothing_is_predicted_where_every_row_is_wanted_anyway() -> None:
+    """K_min covers a short prompt. The hazard checker sees commands that nobody waits for, given enough layers."""
+    model = tiny_model(num_layers=12)
+    short = PROMPT[:60]
+    expected = decode(model, [short], "all-gpu", num_tokens=TOKENS)
+    decoded = decode(model, [short], "hybridgen", num_tokens=TOKENS, k_min=64, gpu_share=0.3)
+    assert decoded.outputs.tobytes() == expected.outputs.tobytes()
+
+
 def test_a_prompt_that_fits_the_gpu_is_demoted_as_it_grows() -> None:
     expected = decode(MODEL, [PROMPT[:31]], "all-gpu", num_tokens=TOKENS)
     decoded = hybrid([PROMPT[:31]], budget=1.0, gpu_share=1.0)

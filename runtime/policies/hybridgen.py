@@ -66,7 +66,7 @@ VALUES = ("gather", "direct")
 ON_GPU = ("qkv", "predict", "append", GPU_LOGITS, COMBINE, "mlp")
 ON_CPU = (SELECT, "decide", LOGITS, GATHER)
 """Stages that the feedback scheduler takes as T_gpu and T_cpu. Choosing is part of T_cpu: the scan makes the logits."""
-Ahead = tuple[list[Scan], Chosen | None]
+Ahead = tuple[list[Scan], Chosen]
 
 
 @dataclass
@@ -252,6 +252,7 @@ class HybridGen(RecentOnGpu):
             and batch.q_len == 1
             and timing != "current"
             and "logit_parallelism" not in self.without
+            and not all(self._scan(r, following).whole(self.shape.block_tokens) for r in batch.requests)
         ):
             assert batch.predict is not None, "a decoder that calls layer_input predicts"
             # Submitted at once: behind this layer's attention in the GPU's queue it would come too late.
@@ -299,7 +300,7 @@ class HybridGen(RecentOnGpu):
         for request in batch.requests:
             pace: _Pace = request.state["pace"]
             if pace.history:
-                rows = self.border(request, 0) * self.shape.block_tokens
+                rows = self.next_border(request, 0) * self.shape.block_tokens
                 times = Times(gpu, cpu, took.get(TRANSFER, 0), 0)
                 pace.setting = pace.scheduler.decide(times, min(rows, self._most(request)))
             pace.history.append((pace.setting.k, pace.setting.timing, pace.scheduler.load))
@@ -319,8 +320,6 @@ class HybridGen(RecentOnGpu):
     ) -> Ahead:
         """Choose a layer's host rows by a predicted query and start to send them."""
         scans = await self._scans(layer, batch)
-        if all(scan.whole(self.shape.block_tokens) for scan in scans):
-            return scans, None
         chosen = await self._calculator.choose(layer, batch, scans, queries, ready, timing == "prev")
         chosen = self._spoilt(layer, batch, scans, chosen)
         self._calculator.send_rows(layer, batch, chosen, V, self._direct)
@@ -342,18 +341,18 @@ class HybridGen(RecentOnGpu):
 
     async def _scans(self, layer: int, batch: Batch) -> list[Scan]:
         """What is looked at of each request: its host rows, once what was demoted last is among them."""
-        found = []
         for request in batch.requests:
             await self.settle(request, layer)
-            last = self.border(request, layer)
-            rows = last * self.shape.block_tokens
-            setting: Setting = request.state["pace"].setting
-            fixed = self._scheduler == "fixed"
-            wanted = min(self._first_k(rows) if fixed else setting.k, self._most(request))
-            tokens = setting.scan if self._scheduler == "port" else self._scan_tokens
-            first = max(last - -(-tokens // self.shape.block_tokens), 0) if tokens and wanted < rows else 0
-            found.append(Scan(first, last, wanted))
-        return found
+        return [self._scan(request, layer) for request in batch.requests]
+
+    def _scan(self, request: Request, layer: int) -> Scan:
+        last = self.next_border(request, layer)
+        rows = last * self.shape.block_tokens
+        setting: Setting = request.state["pace"].setting
+        wanted = min(self._first_k(rows) if self._scheduler == "fixed" else setting.k, self._most(request))
+        tokens = setting.scan if self._scheduler == "port" else self._scan_tokens
+        first = max(last - -(-tokens // self.shape.block_tokens), 0) if tokens and wanted < rows else 0
+        return Scan(first, last, wanted)
 
     def _spoilt(self, layer: int, batch: Batch, scans: Sequence[Scan], chosen: Chosen) -> Chosen:
         """Replace the share `noise` of what was chosen by other rows, to see what wrong predictions cost."""

@@ -158,6 +158,7 @@ def open_platform(
         raise ConfigurationError(f"clock {kind!r}; allowed: 'virtual' or 'wall'")
     factories = {name: _factory(file, device) for name, device in file.devices.items()}
     names = {name: f"emu:{name}" if _is_emulated(factory) else name for name, factory in factories.items()}
+    loads = _loads(file, names)  # what is wrong with the file is said before this host is measured
     sigma = _dilation(file, kind, dilation, factories, names)
     site = Site(
         clock=VirtualClock() if kind == "virtual" else WallClock(),
@@ -169,6 +170,7 @@ def open_platform(
         notes.append(f"clock: {kind} instead of {file.clock}")
     if sigma > 1:
         notes.append(f"dilation: all times of emulated devices are {sigma} times as long")
+    site.shared["topology"] = Topology(file.links, names.get(file.host, ""), sigma, loads)
     return _open(file, site, sigma, factories, names, notes)
 
 
@@ -178,7 +180,6 @@ def open_platform(
 def _open(
     file: PlatformFile, site: Site, sigma: int, factories: dict[str, Factory], names: dict[str, str], notes: list[str]
 ) -> Platform:
-    site.shared["topology"] = Topology(file.links, names.get(file.host, ""), sigma, _loads(file, names))
     with ExitStack() as undo:
         devices: dict[str, Device] = {}
         for name, device_entry in file.devices.items():

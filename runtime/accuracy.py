@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, OutOfMemory, nearest
 from tierloop.devices.kernels import warm_up
+from tierloop.devices.kernels.contract import DTYPES
 from tierloop.devices.platform import Platform
 from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.compare import find_policy
@@ -65,6 +66,8 @@ class Asked:
         for budget in self.budgets:
             if not 0 < budget <= 1:
                 raise ConfigurationError(f"--budget {budget}: it must be above 0 and at most 1")
+        if self.kv_dtype not in DTYPES:
+            raise ConfigurationError(f"--kv-dtype {self.kv_dtype!r}: {nearest(self.kv_dtype, sorted(DTYPES))}")
         for policy in self.policies:
             kind, options = find_policy(policy), self.options.get(policy, {})
             check_options(kind, options)
@@ -320,7 +323,7 @@ def _row(cell: Cell, variant: _Variant, dense: list[_Heard], heard: list[_Heard]
     )
     if cell.is_text:
         ratios = [math.exp(ours.log_probability - d.log_probability) for ours, d in zip(heard, dense, strict=True)]
-        mean, half = mean_ci95(ratios)
+        mean, half = mean_ci95(ratios) if all(map(math.isfinite, ratios)) else (math.nan, math.nan)
         return replace(
             row,
             cases=len(ratios),

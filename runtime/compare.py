@@ -21,12 +21,14 @@ from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.ledger import Ledger
+from tierloop.runtime.model_shapes import ShapeStages
 from tierloop.runtime.models import Model
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.oracle import Recorder, Verdict
 from tierloop.runtime.policy import Policy, Request, make
 from tierloop.runtime.prefill import Dense, end_tokens, generate_dense, text_of
 from tierloop.runtime.results import Comparison, PolicyResult
+from tierloop.runtime.selection import Origin, RecordedSelection, SelectionRecord
 from tierloop.runtime.trace import TraceRecorder
 from tierloop.runtime.workloads import Workload
 
@@ -87,8 +89,11 @@ def compare(
     dense: Dense | None = None,
     progress: Progress | None = None,
     trace: TraceRecorder | None = None,
+    selections: list[SelectionRecord] | None = None,
 ) -> Comparison:
     """Run every policy on the workload; a policy that does not fit is reported as refused, not raised.
+
+    `selections`, where given, gets what each policy decided by the bytes, to be replayed by a phantom run.
 
     `dense` is the shared prefill and reference of an earlier call with the same model and prompt and at least as many
     tokens. Raises ConfigurationError, WorkloadError or a DeviceError.
@@ -113,8 +118,10 @@ def compare(
                 platform_name, clock = platform.name, "virtual" if platform.clock.virtual else "wall"
             watch = WallClock()
             try:
-                run = _Run(model, modules, platform, shape, kind, wanted, oracle, trace)
+                run = _Run(model, modules, platform, shape, kind, wanted, oracle, trace, selections is not None)
                 result = run.decode(dense, num_tokens, report)
+                if selections is not None and run.selection is not None:
+                    selections.append(run.selection)
             except (ConfigurationError, OutOfMemory) as error:
                 result = PolicyResult(wanted.title, platform.name, refused=str(error), notes=tuple(platform.notes))
             answered = workload.is_answered_by(result.text)
@@ -153,12 +160,20 @@ class _Run:
         wanted: PolicyRequest,
         oracle: bool,
         trace: TraceRecorder | None,
+        recording: bool,
     ) -> None:
         self._model = model
         self._platform = platform
         self._wanted = wanted
         self._trace = trace
-        self._engine = Engine(platform, shape)
+        decisions = None
+        if recording:
+            stages = ShapeStages.of(modules)
+            origin = Origin(model.name, model.fingerprint, shape, wanted.name, wanted.options, stages=stages)
+            decisions = RecordedSelection(origin)
+        self.selection = None if decisions is None else decisions.record
+        """What the policy decided by, where it was to be recorded; complete after `decode`."""
+        self._engine = Engine(platform, shape, decisions=decisions)
         self._policy = make(kind, self._engine, wanted.options)
         platform.site.observers.append(self._policy.observe)
         self._recorder = Recorder(shape, modules.scale) if oracle else None
@@ -187,6 +202,10 @@ class _Run:
             gc.unfreeze()
             if self._trace is not None:
                 self._trace.end()
+        if self.selection is not None:
+            self.selection.origin = replace(
+                self.selection.origin, prompt_tokens=(request.prompt_tokens,), steps=len(steps)
+            )
         devices, links = self._ledger.snapshot()
         elapsed_ns = self._ledger.elapsed_ns
         loop.run(self._policy.release(request))
@@ -205,6 +224,9 @@ class _Run:
             error_vs_dense=verdict.error_vs_dense,
             worst_ratio=verdict.worst_ratio,
             checked=verdict.checked,
+            mass_recall=verdict.mass_recall,
+            topk_recall=verdict.topk_recall,
+            attended_share=verdict.attended_share,
             clipped_keys=0 if scales is None else scales.clipped,
             tokens_per_s=len(steps) * 1e9 / decoding_ns if decoding_ns else 0.0,
             step_ns=tuple(round(s / sigma) for s in steps),

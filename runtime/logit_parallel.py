@@ -44,6 +44,10 @@ class Scan:
     wanted: int
     """Rows of each KV head; at least all of them means all, and nothing has to be chosen."""
 
+    def whole(self, block_rows: int) -> bool:
+        """Whether every host row of the request is wanted."""
+        return not self.first and self.wanted >= self.last * block_rows
+
 
 class Layout(NamedTuple):
     """Rows of each list: those of the host and, right after them, those of the GPU; int64 (lists,) each."""
@@ -69,7 +73,7 @@ class Chosen:
     positions: list[Int64]
     layout: Layout
     everything: bool
-    """Every host row of every request was taken."""
+    """Every scanned row of every request was taken."""
     scanned: Completion | None = None
     arriving: list[Completion] = field(default_factory=list)
     """V rows (and keys, where those are sent) and logits, as far as they have been sent."""
@@ -115,12 +119,21 @@ def logits_of(engine: Engine, batch: Batch, runs: Int64) -> Logits:
     )
 
 
+def _stretches(first: Int64, lengths: Int64) -> list[Int64]:
+    return [np.arange(f, f + n) for f, n in zip(first.tolist(), lengths.tolist(), strict=True)]
+
+
 class LogitsCalculator:
-    """The host's side: `lane` are the cores that reach the keys and values, `memory` is theirs."""
+    """The host's side: `lane` are the cores that reach keys and values.
+
+    What is sent has a queue of its own where the cores have two: a scan that waits for the next layer's query would
+    hold up what this layer needs.
+    """
 
     def __init__(self, engine: Engine, lane: Lane, work: Workspace, block_rows: int) -> None:
         self._engine = engine
         self._lane = lane
+        self._sender = Lane(lane.device, lane.executor, lane.executor.queues[-1])
         self._work = work
         self._block = block_rows
 
@@ -147,32 +160,57 @@ class LogitsCalculator:
         lengths = np.repeat(rows, heads)
         first = np.repeat([s.first * self._block for s in scans], heads).astype(np.int64)
         choosing = [s.wanted < n for s, n in zip(scans, rows.tolist(), strict=True)]
-        everything = [f + np.arange(n) for f, n in zip(first.tolist(), lengths.tolist(), strict=True)]
         if not sending and not any(choosing):
-            return Chosen(everything, Layout(lengths, gpu), True)
+            return Chosen(_stretches(first, lengths), Layout(lengths, gpu), True)
         held = enumerate(zip(batch.requests, scans, strict=True))
         operand = join([self._scanned(r, layer, i, s) for i, (r, s) in held if s.last > s.first])
         scores = self._work.at("scores", layer, int(lengths.sum()) * shape.group * 4)
         done = self._logits(batch, operand.runs, queries, operand.keys, (scores,), [ready], SELECT)
         if not any(choosing):
-            return Chosen(everything, Layout(lengths, gpu), True, done)
-        k = max(s.wanted for s, some in zip(scans, choosing, strict=True) if some)
-        indices = self._work.at("indices", layer, len(lengths) * k * 8)
-        args = Topk(k, lengths, shape.group, "max")
-        done = self._mark(self._engine.launch(self._lane, args, ((scores,),), ((indices,),), [done]), SELECT)
-        names = tuple(r.name for r in batch.requests)
-        question = Question("topk", layer, names, int(batch.positions[0, 0]), lengths, first, 1, k)
-        answer = await self._engine.decide(indices, question, [done])
-        positions = []
-        for number, best in enumerate(answer):
-            scan = scans[number // heads]
-            if choosing[number // heads]:
-                best = best[: scan.wanted]
-                positions.append(np.sort(best[best >= 0]) + first[number])
-            else:
-                positions.append(everything[number])
+            return Chosen(_stretches(first, lengths), Layout(lengths, gpu), True, done)
+        best = await self._best(layer, batch, scans, lengths, first, choosing, done)
+        positions = [
+            np.arange(first[n], first[n] + lengths[n]) if n not in best else np.sort(best[n]) + first[n]
+            for n in range(len(lengths))
+        ]
         counts = np.array([len(p) for p in positions], dtype=np.int64)
         return Chosen(positions, Layout(counts, gpu), False, done)
+
+    async def _best(
+        self,
+        layer: int,
+        batch: Batch,
+        scans: Sequence[Scan],
+        lengths: Int64,
+        first: Int64,
+        choosing: Sequence[bool],
+        scanned: Completion,
+    ) -> dict[int, Int64]:
+        """By list: the best rows among those that were scanned. Requests that want as many rows are ranked together."""
+        heads, item = self._engine.shape.num_kv_heads, self._engine.shape.group * 4
+        groups: dict[int, list[int]] = {}
+        for i, (scan, some) in enumerate(zip(scans, choosing, strict=True)):
+            if some:
+                groups.setdefault(scan.wanted, []).append(i)
+        region, base = self._work.place("scores", layer)
+        starts = base + (np.cumsum(lengths) - lengths) * item
+        ranked, offset = [], 0
+        for k, members in groups.items():
+            lists = np.concatenate([np.arange(i * heads, (i + 1) * heads) for i in members])
+            indices = self._work.at("indices", layer, len(lists) * k * 8, offset)
+            offset += indices.spans.nbytes
+            scores = Segment(region, Spans(np.stack((starts[lists], lengths[lists] * item), axis=1)))
+            args = Topk(k, lengths[lists], self._engine.shape.group, "max")
+            done = self._mark(self._engine.launch(self._lane, args, ((scores,),), ((indices,),), [scanned]), SELECT)
+            names = tuple(batch.requests[i].name for i in members)
+            step = int(batch.positions[members[0], 0])
+            question = Question("topk", layer, names, step, lengths[lists], first[lists], 1, k)
+            ranked.append((lists, indices, question, done))
+        best: dict[int, Int64] = {}
+        for lists, indices, question, done in ranked:
+            answer = await self._engine.decide(indices, question, [done])
+            best.update((n, row[row >= 0]) for n, row in zip(lists.tolist(), answer, strict=True))
+        return best
 
     def send_scanned(self, layer: int, scans: Sequence[Scan], chosen: Chosen) -> None:
         """Send the logits of the scan for the chosen rows."""
@@ -190,7 +228,7 @@ class LogitsCalculator:
         ready = chosen.scanned
         if not chosen.everything:
             picked = self._work.at("picked", layer, source.spans.nbytes)
-            ready = self._mark(engine.launch(self._lane, Gather(), ((source,),), ((picked,),), [ready]), GATHER)
+            ready = self._mark(engine.launch(self._sender, Gather(), ((source,),), ((picked,),), [ready]), GATHER)
             source = picked
         self._send(layer, chosen, source, ready)
 
@@ -213,7 +251,7 @@ class LogitsCalculator:
         nbytes = int(chosen.layout.host.sum()) * engine.shape.row_nbytes(side)
         if not direct and not chosen.everything:
             gathered = self._work.at(use, layer, nbytes)
-            done = self._mark(engine.launch(self._lane, Gather(), (source,), ((gathered,),)), GATHER)
+            done = self._mark(engine.launch(self._sender, Gather(), (source,), ((gathered,),)), GATHER)
             arriving = self._work.at(f"{use} arriving", layer, nbytes)
             chosen.arriving.append(self._mark(engine.copy(gathered, arriving, [done]), TRANSFER))
             return
@@ -259,7 +297,8 @@ class LogitsCalculator:
         stage: str,
     ) -> Completion:
         args = logits_of(self._engine, batch, runs)
-        return self._mark(self._engine.launch(self._lane, args, ((queries,), keys), (target,), after), stage)
+        lane = self._lane if stage == SELECT else self._sender
+        return self._mark(self._engine.launch(lane, args, ((queries,), keys), (target,), after), stage)
 
     def _mark(self, completion: Completion, stage: str) -> Completion:
         return self._engine.stages.mark(completion, stage)
@@ -302,10 +341,26 @@ class TokenConcatenator:
         return [mark(merged, COMBINE)]
 
     def _own(self, request: Request, layer: int, sequence: int, border: int) -> Rows:
-        count = request.blocks.num_blocks(layer)
-        heads = self._engine.shape.num_kv_heads
-        blocks = np.tile(np.arange(border, count), heads)
-        return request.blocks.rows(layer, np.repeat(np.arange(heads), count - border), blocks, sequence)
+        """The GPU's rows of a request; while no block moves or comes, only the last run of each head grows."""
+        table, heads = request.blocks, self._engine.shape.num_kv_heads
+        count, length = table.num_blocks(layer), int(table.length[layer])
+        kept: dict[int, tuple[object, int, Rows]] = request.state.setdefault("own", {})
+        key = (sequence, border, count, int(table.offset[layer, K, 0, border]))
+        if layer in kept and kept[layer][0] == key:
+            _, before, rows = kept[layer]
+            if length == before:
+                return rows
+            last = np.append(rows.runs[1:, 1] != rows.runs[:-1, 1], True)
+            grown = [
+                (Segment(s.region, Spans(s.spans.array + np.outer(last, (0, (length - before) * row)))),)
+                for row, (s,) in zip(map(self._engine.shape.row_nbytes, (K, V)), (rows.keys, rows.values), strict=True)
+            ]
+            rows = Rows(rows.runs, *grown)
+        else:
+            blocks = np.tile(np.arange(border, count), heads)
+            rows = table.rows(layer, np.repeat(np.arange(heads), count - border), blocks, sequence)
+        kept[layer] = key, length, rows
+        return rows
 
     def _in_order(self, layer: int, own: list[Rows], chosen: Chosen, side: int) -> tuple[Int64, Operand]:
         """Runs and rows of K or V of all lists, the host's before the GPU's."""

@@ -10,24 +10,18 @@ A request's pools are sized for its whole life when it is admitted, so no tier f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import EVICTING, K, Pool, TierTooSmall, V
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.kv_mapping import Homes
 from tierloop.runtime.loop import all_of
 from tierloop.runtime.policy import Int64, Policy, Request, number
-
-LARGEST_WEIGHT = 1_000
-Homes = tuple[tuple[str, ...], tuple[str, ...]]
-"""For K and V: the memories that blocks go to in turn."""
 
 
 @dataclass
@@ -59,6 +53,10 @@ class RecentOnGpu(Policy):
         """The first block that is on the GPU in this step."""
         borders: Int64 = request.state["border"]
         return int(borders[layer])
+
+    def next_border(self, request: Request, layer: int) -> int:
+        """What `border` will be once this step has settled the layer."""
+        return self.border(request, layer) + (layer in request.state["demotions"])
 
     def most_host_rows(self, request: Request) -> int:
         """Rows of a layer and head that the host will hold at the end of the request's life."""
@@ -166,31 +164,3 @@ class RecentOnGpu(Policy):
                 )
             self._start(request, layer, [])
             await self.settle(request, layer)
-
-
-def turns(weights: Mapping[str, object], known: list[str], what: str) -> tuple[str, ...]:
-    """The order in which blocks go to memories by whole weights, evenly mixed: {a: 2, b: 1} → (a, b, a).
-
-    Raises ConfigurationError for a memory that is not `known` and for a weight that is no whole number up to 1,000.
-    """
-    if not isinstance(weights, Mapping) or not weights:
-        raise ConfigurationError(f"{what} are a table of memories and whole numbers, not {weights!r}")
-    whole: dict[str, int] = {}
-    for memory, weight in weights.items():
-        if memory not in known:
-            raise ConfigurationError(f"{what}: no memory {memory!r}: {nearest(memory, known)}")
-        held = number(f"{what}: the weight of {memory}", weight, 0, LARGEST_WEIGHT)
-        if held != int(held):
-            raise ConfigurationError(f"{what}: the weight of {memory} is {weight}; it must be a whole number")
-        whole[memory] = int(held)
-    unit = gcd(*whole.values())
-    if not unit:
-        raise ConfigurationError(f"{what}: all weights are 0")
-    length = sum(whole.values()) // unit
-    # Weight w takes the turns at (i + 1/2) · length / w, so each memory's are as far apart as they can be.
-    places = [
-        ((i + 0.5) * length / (weight // unit), memory)
-        for memory, weight in whole.items()
-        for i in range(weight // unit)
-    ]
-    return tuple(memory for _, memory in sorted(places, key=lambda place: place[0]))

@@ -109,7 +109,8 @@ class RecallSubject:
 def check_task(subject: Subject, task: str) -> None:
     """Raises ConfigurationError for a task that the model cannot be given."""
     if task not in subject.tasks:
-        raise ConfigurationError(f"--task {task!r}: {subject.name} has no such task; {nearest(task, list(subject.tasks))}")
+        known = nearest(task, list(subject.tasks))
+        raise ConfigurationError(f"--task {task!r}: {subject.name} has no such task; {known}")
 
 
 def check_context(subject: Subject, context: int) -> None:

@@ -2,13 +2,13 @@
 
 Who calls this: the accuracy harness, and whoever measures a policy in another way. Facts are hidden in real English
 (the prose of workloads.py) and asked for at its end, by the beginning of a sentence whose next word is the answer: a
-small base model completes text, and does not answer questions (`_FACT` says what was measured). What must hold: the
-same arguments give the same cases under one Python version and tokenizer; the prompt and what follows fit into
-`num_tokens` together.
+small base model completes text, and does not answer questions (docs/accuracy.md says what was measured). What must
+hold: the same arguments give the same cases under one Python version and tokenizer; the prompt and what follows fit
+into `num_tokens` together.
 
     needle      one fact in the prose
     multi-key   four facts of the same form, about others; one of them is asked for
-    qa          five people, of whom the text says where they are and what they do; who has this job in this city?
+    qa          three people, of whom the text says where they are and what they do; who has this job in this city?
     perplexity  no question: the prose itself goes on, and each of its tokens is scored
 """
 
@@ -87,8 +87,8 @@ def _multi_key(model: Model, num_tokens: int, chance: random.Random) -> Case:
 
 
 def _qa(model: Model, num_tokens: int, chance: random.Random) -> Case:
-    drawn = zip(*(chance.sample(of, 5) for of in (cities, jobs, pets, people)), strict=True)
-    return _asked(model, num_tokens, chance, [_person(*fact) for fact in drawn], chance.randrange(5))
+    drawn = zip(*(chance.sample(of, 3) for of in (cities, jobs, pets, people)), strict=True)
+    return _asked(model, num_tokens, chance, [_person(*fact) for fact in drawn], chance.randrange(3))
 
 
 def _perplexity(model: Model, num_tokens: int, chance: random.Random) -> Case:

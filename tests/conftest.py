@@ -1,17 +1,21 @@
-"""Shared by all tests: Hypothesis profiles, and the hazard checker that is on in every test."""
+"""Shared by all tests: what is compiled once for all workers, threads of libraries, and Hypothesis profiles."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# One cache of compiled kernels per worker: processes that write one at the same time corrupt it (numba 4807, 9348).
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".cache" / "numba" / _WORKER))
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".cache" / "numba"))
+# Every worker has a core: more threads would spin at their barriers while others hold the cores that they wait for.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("dev", max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
@@ -19,6 +23,17 @@ settings.register_profile(
 )
 settings.register_profile("soak", max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile everything before there are workers: each would do it anew (a minute), and two of them that write one
+    cache at the same time corrupt it (numba 4807, 9348)."""
+    if session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        folders = ("devices", "firmware_models", "emulators", "runtime", "tools")
+        sources = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+        compiled = [path for path in sources if re.search(r"^ *@(kernel|entry)\(", path.read_text(), re.MULTILINE)]
+        names = [".".join(("tierloop", *path.relative_to(ROOT).with_suffix("").parts)) for path in compiled]
+        subprocess.run([sys.executable, "-c", "import " + ", ".join(names)], check=True)
 
 
 @pytest.fixture(scope="module")

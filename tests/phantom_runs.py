@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +37,21 @@ class Recorded:
 
 
 def record(
-    policy: str, prompts: Sequence[Sequence[int]], steps: int = 5, dtype: str = "float32", **options: Any
+    policy: str,
+    prompts: Sequence[Sequence[int]],
+    steps: int = 5,
+    dtype: str = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Recorded:
-    """Decode `steps` tokens of each prompt, all in one batch, in blocks of 16 tokens."""
+    """Decode `steps` tokens of each prompt, all in one batch, in blocks of 16 tokens, on a machine with `overrides`."""
     shape = kv_shape(MODEL, dtype, 16, 16)
     origin = Origin(
         MODEL.name, MODEL.fingerprint, shape, policy, options, tuple(len(p) for p in prompts), steps, 0, STAGES
     )
     selection = RecordedSelection(origin)
     modules = Modules(MODEL.module)
-    with open_platform(SMALL, check_hazards=True) as platform:
+    with open_platform(SMALL, overrides=overrides or {}, check_hazards=True) as platform:
         engine = Engine(platform, shape, decisions=selection)
         made = make(find_policy(policy), engine, options)
         platform.site.observers.append(made.observe)
@@ -80,7 +85,7 @@ def record(
 
 
 def replay(recorded: Recorded, decisions: Decisions | None, **changes: Any) -> PolicyResult:
-    """The same run as a phantom; `changes` are other arguments of run_phantom, or `policy_options`, or `shape`."""
+    """The same run as a phantom; `changes`: arguments of run_phantom, or `policy_options`, `shape`, `overrides`."""
     origin = recorded.selection.origin
     shape = changes.pop("shape", origin.shape)
     policy = changes.pop("policy", origin.policy)
@@ -91,5 +96,6 @@ def replay(recorded: Recorded, decisions: Decisions | None, **changes: Any) -> P
         "decisions": decisions,
         "model": origin.model,
     }
-    with open_platform(SMALL, check_hazards=True) as platform:
+    overrides = changes.pop("overrides", {})
+    with open_platform(SMALL, overrides=overrides, check_hazards=True) as platform:
         return run_phantom(STAGES, shape, platform, wanted, **(arguments | changes))

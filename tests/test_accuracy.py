@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +24,10 @@ from tierloop.runtime.tasks import Case, Turn
 from tierloop.tools.accuracy import accuracy
 
 from .decoding import SMALL
+from .test_docs import ROOT, run_blocks
 from .tiny import tiny_model, tiny_workload
 
-CACHE = Path(__file__).resolve().parents[1] / ".cache" / "models"
+CACHE = ROOT / ".cache" / "models"
 MODEL = tiny_model()
 PROMPT = tuple(tiny_workload(200).token_ids)
 GPU_IS_LARGE = {"devices.gpu.capacity": 1 << 30}
@@ -193,6 +193,10 @@ def test_of_long_contexts_the_layers_of_hops_are_recorded() -> None:
     assert subject.cell("chain", 16_385, 2, 0).layers == (4, 5, 6)
 
 
+def test_the_example_of_the_page_runs() -> None:
+    assert run_blocks(ROOT / "docs" / "accuracy.md")["narrow"].counts
+
+
 # ---- bad input
 
 
@@ -207,6 +211,7 @@ def test_of_long_contexts_the_layers_of_hops_are_recorded() -> None:
         ({"budgets": ()}, "no budget was named"),
         ({"prompts": 0}, "--prompts 0: at least 1 is needed"),
         ({"contexts": ()}, "no context length was named"),
+        ({"kv_dtype": "float23"}, "--kv-dtype 'float23'.*float32"),
         ({"contexts": (2049,)}, "--context 2049: tiny takes from 1 to 2048 tokens; --model recall takes up to 131072"),
         ({"contexts": (0,)}, "--context 0: tiny takes from 1 to 2048 tokens$"),
         ({"contexts": (131_073,)}, "--context 131073: tiny takes from 1 to 2048 tokens$"),

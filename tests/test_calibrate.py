@@ -6,7 +6,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from tierloop.tools.calibrating_curves import pooled
 from tierloop.tools.calibrating_squares import cost, minimise
 from tierloop.tools.calibration import Calibration, run_calibration
 from tierloop.tools.cli import Stopped
-from tierloop.tools.measuring import Point
+from tierloop.tools.measuring import Point, Subject
 from tierloop.tools.measuring_plan import Plan, plan
 from tierloop.tools.verifying import Verification, read_points, verify
 
@@ -61,6 +61,14 @@ def no_score(plan: Plan) -> Plan:
     return replace(plan, points=tuple(keep))
 
 
+def no_load(plan: Plan) -> Plan:
+    """What constants need, in small: no streams beside a chase, which tell of curves, and scattered rows and walks of
+    a sixteenth, since a model has no cache that they would have to be larger than."""
+    kept = [p for p in plan.points if p.pattern != "loaded" and p.depth <= 2]
+    small = [replace(p, nbytes=p.nbytes // 16) if p.verb in ("gather", "chase") else p for p in kept]
+    return replace(plan, points=tuple(small))
+
+
 def calibrated(folder: Path, device: str, change: Callable[[Plan], Plan] = lambda plan: plan) -> Calibration:
     """A quick calibration on the virtual clock; its profile lies in found.toml."""
     found = run_calibration(
@@ -74,7 +82,7 @@ def calibrated(folder: Path, device: str, change: Callable[[Plan], Plan] = lambd
 
 
 def test_an_emulated_device_gives_its_own_constants_back(tmp_path: Path) -> None:
-    found = calibrated(tmp_path, "demo:dram")
+    found = calibrated(tmp_path, "demo:dram", no_load)
     profile = read_profile(tmp_path / "found.toml")
     memory, cores = profile.memory, profile.executors[0]
     assert memory is not None
@@ -147,7 +155,7 @@ def test_a_small_memory_is_calibrated_and_verified_in_smaller_pools(tmp_path: Pa
 
 
 def test_a_drive_is_calibrated_as_a_memory_of_blocks(tmp_path: Path) -> None:
-    calibrated(tmp_path, "demo:nvme")
+    calibrated(tmp_path, "demo:nvme", few)
     profile = read_profile(tmp_path / "found.toml")
     assert profile.memory is not None
     assert not profile.memory.byte_addressable
@@ -340,6 +348,15 @@ def test_a_broken_profile_is_refused_by_key(profile: Path, tmp_path: Path, old: 
 # -- the command line ---------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def without_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that calibrate measure what constants need, and no more."""
+    from tierloop.tools import calibration
+
+    monkeypatch.setattr(calibration, "plan", lambda *arguments: no_load(plan(*arguments)))
+
+
+@pytest.mark.usefixtures("without_load")
 def test_the_loop_on_the_command_line(run_cli: RunCli, tmp_path: Path) -> None:
     output = tmp_path / "out" / "dram.toml"
     code, out, err = run_cli("calibrate", "demo:dram", "-o", output, "--quick", "--clock", "virtual", "--json")
@@ -369,6 +386,7 @@ def test_an_error_above_the_bound_ends_with_1(run_cli: RunCli, profile: Path, tm
     assert run_cli("verify", wrong, "--clock", "virtual", "--bound", "50")[0] == 0
 
 
+@pytest.mark.usefixtures("without_load")
 def test_a_model_that_does_not_describe_the_device_ends_with_1(run_cli: RunCli, tmp_path: Path) -> None:
     output = tmp_path / "nvme.toml"
     code, _, err = run_cli("calibrate", "demo:nvme", "-o", output, "--quick", "--clock", "virtual")
@@ -461,12 +479,21 @@ def test_wrong_input_ends_with_2_and_leaves_nothing(
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every plan be measured in no time."""
+    """Let every plan be measured in no time.
+
+    An emulated drive is filled at the speed that was measured: on a slow disk, with the pool of a true verification,
+    that would take half an hour.
+    """
     from tierloop.tools import calibration, measuring_plan, verifying
 
     whole, again = measuring_plan.plan, verifying._plan
+
+    def short(subject: Subject, points: Sequence[Point], quick: bool, seed: int) -> Plan:
+        pool = measuring_plan.room_for(points, subject.memory.alignment)
+        return replace(again(subject, points, quick, seed), passes=1, window_ns=10_000, pool_nbytes=pool)
+
     monkeypatch.setattr(calibration, "plan", lambda *arguments: few(whole(*arguments)))
-    monkeypatch.setattr(verifying, "_plan", lambda *arguments: replace(again(*arguments), passes=1, window_ns=10_000))
+    monkeypatch.setattr(verifying, "_plan", short)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

@@ -245,7 +245,7 @@ def test_the_runner_needs_no_test_framework() -> None:
         "from tierloop.devices.conformance.example import Example\n"
         "print(run(lambda site: Example(site), ['memory', 'stateful'], virtual=True))"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "passed  every byte comes back" in done.stdout
     assert "failed" not in done.stdout
@@ -260,7 +260,7 @@ def test_the_suite_does_not_pass_for_want_of_asserts() -> None:
         "raise SystemExit(report.passed)"
     )
     root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -272,10 +272,10 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
     (tmp_path / "run_it.py").write_text(blocks[2])
     tested = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_card.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert tested.returncode == 0, tested.stdout + tested.stderr
-    ran = subprocess.run([sys.executable, "run_it.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "run_it.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "passed  every byte comes back" in ran.stdout
 

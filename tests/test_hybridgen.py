@@ -18,10 +18,10 @@ from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.compare import PolicyRequest, compare, find_policy, kv_shape
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.kv_mapping import turns
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.policies.hybridgen import HybridGen
 from tierloop.runtime.policy import Request, make
-from tierloop.runtime.recent import turns
 from tierloop.runtime.workspace import Workspace
 
 from .decoding import SMALL, Decoded, decode, dense_of
@@ -89,11 +89,28 @@ def test_requests_of_different_length_share_a_batch() -> None:
     assert hybrid([PROMPT, OTHER, PROMPT[:20]], budget=1.0).outputs.tobytes() == expected.outputs.tobytes()
 
 
+def test_a_long_and_a_short_request_choose_as_many_rows_as_each_wants() -> None:
+    share = {"scheduler": "fixed", "k_min": 1, "budget": 0.2, "timing": "current"}
+    together = hybrid([PROMPT, PROMPT[:50], PROMPT], **share)
+    alone = [hybrid([prompt], **share) for prompt in (PROMPT, PROMPT[:50])]
+    assert together.tokens == [decoded.tokens[0] for decoded in (*alone, alone[0])]
+    assert together.verdict.worst_ratio <= 1
+
+
 @pytest.mark.parametrize("timing", ["prev", "prev-select", "current"])
 def test_a_batch_gives_each_request_what_it_gets_alone(timing: str) -> None:
     together = hybrid([PROMPT, OTHER], **FIXED, timing=timing)
     alone = [hybrid([prompt], **FIXED, timing=timing) for prompt in (PROMPT, OTHER)]
     assert together.tokens == [decoded.tokens[0] for decoded in alone]
+
+
+def test_nothing_is_predicted_where_every_row_is_wanted_anyway() -> None:
+    """K_min covers a short prompt. The hazard checker sees commands that nobody waits for, given enough layers."""
+    model = tiny_model(num_layers=12)
+    short = PROMPT[:60]
+    expected = decode(model, [short], "all-gpu", num_tokens=TOKENS)
+    decoded = decode(model, [short], "hybridgen", num_tokens=TOKENS, k_min=64, gpu_share=0.3)
+    assert decoded.outputs.tobytes() == expected.outputs.tobytes()
 
 
 def test_a_prompt_that_fits_the_gpu_is_demoted_as_it_grows() -> None:
@@ -163,6 +180,27 @@ def test_rows_are_scanned_only_as_far_back_as_asked() -> None:
     decode(MODEL, [PROMPT], lambda engine: Looks(engine, **FIXED, scan_tokens=48), num_tokens=TOKENS)
     assert oldest
     assert min(oldest) >= 0
+
+
+@pytest.mark.parametrize("timing", ["prev-select", "current"])
+def test_rows_beyond_the_scan_are_left_out_even_where_all_that_is_scanned_is_wanted(timing: str) -> None:
+    decoded = hybrid(scheduler="fixed", k=32, k_min=8, scan_tokens=32, timing=timing)
+    assert decoded.verdict.worst_ratio <= 1
+    assert decoded.verdict.error_vs_dense > decoded.verdict.max_error, "no row was left out"
+
+
+def test_the_cores_work_on_the_next_layer_while_the_gpu_attends() -> None:
+    """Two layers are under way at once, so a step is much shorter where latency counts for most."""
+
+    def elapsed_ns(timing: str) -> int:
+        wanted = PolicyRequest("hybridgen", {**FIXED, "timing": timing, "predict_from": 0})
+        changed = {"links.pcie.latency_ns": 200_000}
+        compared = compare(
+            MODEL, LONG, lambda _: open_platform(SMALL, overrides=changed), [wanted], num_tokens=4, oracle=False
+        )
+        return compared.policies[0].elapsed_ns
+
+    assert elapsed_ns("prev") < 0.8 * elapsed_ns("current")
 
 
 def test_layers_whose_input_is_unlike_the_next_are_not_predicted_from() -> None:
@@ -327,6 +365,10 @@ def test_the_gpu_keeps_its_share_and_no_more() -> None:
         ({"without": "scheduler"}, "must be a list of mechanisms"),
         ({"without": ["cache"]}, "without 'cache'"),
         ({"noise": 2}, "noise is 2; it must be from 0 to 1"),
+        ({"epsilon": "much"}, "epsilon is 'much'; it must be a number"),
+        ({"smoothing": 0}, "smoothing 0"),
+        ({"every": 0}, "every is 0"),
+        ({"step": float("nan")}, "step is nan"),
         ({"predict_from": -1}, "predict_from is -1"),
     ],
 )
@@ -338,9 +380,21 @@ def test_bad_options_are_named_before_any_work(options: dict[str, Any], message:
 def test_a_platform_without_cxl_memory_is_refused_where_it_was_asked_for() -> None:
     with open_platform("laptop", clock="virtual") as laptop:
         engine = Engine(laptop, kv_shape(MODEL))
-        with pytest.raises(ConfigurationError, match='does not have; mapping = "dram" keeps'):
+        with pytest.raises(ConfigurationError, match='reaches none; mapping = "dram" keeps'):
             make(HybridGen, engine, {"mapping": "semantic"})
         assert isinstance(make(HybridGen, engine, {}), HybridGen)
+
+
+def test_a_platform_whose_host_has_no_cores_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "coreless.toml"
+    place.write_text(
+        'description = "A GPU beside memory"\nclock = "virtual"\nhost = "cxl"\n'
+        '[devices.gpu]\ndriver = "emulated"\nprofile = "demo-gpu"\nreaches.cxl = ["bus"]\n'
+        '[devices.cxl]\ndriver = "emulated"\nprofile = "demo-cxl"\n'
+        '[links.bus]\nends = ["cxl", "gpu"]\nbytes_per_s = 1e10\nlatency_ns = 100\nsource = "defined"\n'
+    )
+    with open_platform(place) as platform, pytest.raises(ConfigurationError, match="no CPU executor of platform"):
+        make(HybridGen, Engine(platform, kv_shape(MODEL)), {})
 
 
 def test_a_request_that_does_not_fit_is_refused_alone() -> None:

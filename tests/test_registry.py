@@ -166,7 +166,7 @@ def test_only_some_devices_can_be_opened(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('driver = "emulated"', 'driver = "emulate"', r"devices\.dram: driver: unknown driver 'emulate'; did you mean"),
-        ('"gpu.toml"', '"h100"', r"devices\.gpu: profile: unknown profile 'h100'; did you mean 'h100-sxm'"),
+        ('"gpu.toml"', '"h100"', r"devices\.gpu: profile: unknown profile 'h100'; did you mean .*'h100-sxm'"),
         ('"gpu.toml"', '"gpv.toml"', r"devices\.gpu: profile: there is no file .*gpv\.toml"),
         ('"cxl.toml"\n', '"cxl.toml"\ncapcity = 4\n', r"devices\.cxl: emu:cxl: capcity: unknown key; did you mean"),
         ('"cxl.toml"\n', '"cxl.toml"\ncapacity = -4\n', r"devices\.cxl: .*memory\.capacity: -4 given"),

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from tierloop.devices.errors import ConfigurationError, nearest
-from tierloop.devices.kernels.contract import DTYPES
+from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.platform import Platform
 from tierloop.runtime.manifest import manifest
 from tierloop.tools import options
@@ -73,12 +72,10 @@ def accuracy(
         options.policy_options(option, list(chosen)),
     )
     asked.check()
-    if kv_dtype not in DTYPES:
-        raise ConfigurationError(f"--kv-dtype {kv_dtype!r}: {nearest(kv_dtype, sorted(DTYPES))}")
     with results(as_json) as shown:
         opened = open_platform(platform)  # a wrong platform is known before the model is loaded
         opened.close()
-        subject = _subject(model, cache)
+        subject = subject_of(model, cache)
 
         def fresh() -> Platform:
             return open_platform(platform)
@@ -97,7 +94,8 @@ def accuracy(
         raise typer.Exit(FAILED)
 
 
-def _subject(model: str, cache: options.Cache) -> Subject:
+def subject_of(model: str, cache: options.Cache) -> Subject:
+    """What `--model` names, loaded. Raises ModelError."""
     from tierloop.runtime.subjects import RecallSubject, TextSubject
 
     if model == RecallSubject.name:

@@ -28,11 +28,15 @@ from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait, write_bytes
 from tierloop.tools import options
+from tierloop.tools.bench_policies import PLATFORM, SHARE_LIMIT, policy_costs
 from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import progress, results, say
 
 if TYPE_CHECKING:
     from tierloop.runtime.compare import PolicyRequest
+    from tierloop.runtime.models import Model
+    from tierloop.runtime.prefill import Dense
+    from tierloop.runtime.workloads import Workload
 
 SPAN_COUNTS = (1, 4096)
 COMMAND_LIMIT_NS = 10_000
@@ -84,7 +88,7 @@ def bench(
         say("attention kernel")
         figures += attend_figures()
         say("decode step")
-        figures.append(step_figure(model, prompt_tokens, tokens, cache))
+        figures += step_figures(model, prompt_tokens, tokens, cache)
         shown.json({"figures": [{**asdict(figure), "within": figure.within} for figure in figures]})
         table = Table(header_style="bold")
         for heading in ("what", "value", "limit", "ratio", ""):
@@ -192,15 +196,18 @@ def memory_read_rate() -> float:
     return sum(half.nbytes for half in halves) * 1e9 / best
 
 
-def step_figure(model_source: str, prompt_tokens: int, tokens: int, cache: Any) -> Figure:
-    """Wall time of a decode step on `demo`, bytes moved included, against the same step of plain transformers."""
+def step_figures(model_source: str, prompt_tokens: int, tokens: int, cache: Any) -> list[Figure]:
+    """Wall time of a decode step on `demo`, bytes moved included, against the same step of plain transformers.
+
+    And what policies cost in it beside numerics and the emulation of commands.
+    """
     from tierloop.devices.registry import open_platform
     from tierloop.runtime.compare import PolicyRequest, compare
     from tierloop.runtime.models import load_model
     from tierloop.runtime.prefill import generate_dense
     from tierloop.runtime.workloads import needle_prompt
 
-    tokens = max(tokens, 3)
+    tokens = max(tokens, 4)
     model = load_model(model_source, cache)
     workload = needle_prompt(model, prompt_tokens, new_tokens=tokens)
     plain, ours = _Steps(), _Steps()
@@ -231,9 +238,25 @@ def step_figure(model_source: str, prompt_tokens: int, tokens: int, cache: Any) 
         )
     ratio = ours.median_ns() / plain.median_ns()
     note = f"split-all {ours.median_ns() / 1e6:.0f} ms, plain {plain.median_ns() / 1e6:.0f} ms"
-    return Figure(
+    step = Figure(
         "virtual-clock decode step of demo : plain transformers", ratio, "×", STEP_LIMIT, ratio / STEP_LIMIT, note
     )
+    return [step, *_policy_figures(model, workload, dense, tokens)]
+
+
+def _policy_figures(model: Model, workload: Workload, dense: Dense, tokens: int) -> list[Figure]:
+    """Each policy's own code per step, as a share of the step's numerics."""
+    from tierloop.devices.registry import open_platform
+
+    with open_platform(PLATFORM, clock="virtual") as platform:
+        device, queue, near, far = _copier(platform)
+        command_ns = _command_cost(platform, device, queue, far, near, 1, phantom=True)
+    figures = []
+    for name, (own, numerics, commands) in policy_costs(model, workload, dense, tokens, command_ns).items():
+        note = f"{own / 1e6:.1f} ms a step of {numerics / 1e6:.0f} ms numerics, {commands} commands"
+        share = own / numerics
+        figures.append(Figure(f"{name}: its own code", share, "of numerics", SHARE_LIMIT, share / SHARE_LIMIT, note))
+    return figures
 
 
 class _Steps:

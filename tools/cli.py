@@ -35,6 +35,8 @@ from tierloop.devices.errors import (
     OutOfRange,
     Unsupported,
 )
+from tierloop.tools.ablate import ablate
+from tierloop.tools.accuracy import accuracy
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
 from tierloop.tools.bench_emulation import emulation
@@ -43,8 +45,11 @@ from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
 from tierloop.tools.doctor import doctor
+from tierloop.tools.k_min import k_min
 from tierloop.tools.listing import listing
 from tierloop.tools.output import OutputError
+from tierloop.tools.phantom import phantom
+from tierloop.tools.reproduce import reproduce
 from tierloop.tools.run import run
 from tierloop.tools.verify import verify
 
@@ -67,6 +72,11 @@ for command, name in (
     (conformance, "conformance"),
     (calibrate, "calibrate"),
     (verify, "verify"),
+    (accuracy, "accuracy"),
+    (k_min, "k-min"),
+    (ablate, "ablate"),
+    (phantom, "phantom"),
+    (reproduce, "reproduce"),
 ):
     app.command(name)(command)
 

@@ -24,6 +24,7 @@ from tierloop.tools.table import policies_table, remarks, use_table
 if TYPE_CHECKING:  # torch takes seconds to import, and `tierloop --help` needs none of it
     from tierloop.runtime.compare import PolicyRequest
     from tierloop.runtime.models import Model
+    from tierloop.runtime.selection import SelectionRecord
     from tierloop.runtime.workloads import Workload
 
 FAILED, INVALID = 1, 3
@@ -90,8 +91,13 @@ class Asked:
         return replace(comparison, manifest=manifest(config, platform, self.seed))
 
 
-def compare_policies(asked: Asked, policies: Sequence[PolicyRequest], trace: TraceRecorder | None) -> Comparison:
-    """Run the policies on what was asked for, with progress on stderr."""
+def compare_policies(
+    asked: Asked,
+    policies: Sequence[PolicyRequest],
+    trace: TraceRecorder | None,
+    selections: list[SelectionRecord] | None = None,
+) -> Comparison:
+    """Run the policies on what was asked for, with progress on stderr; `selections` gets what each decided by."""
     from tierloop.runtime.compare import compare, find_policy
     from tierloop.runtime.policy import check_options
 
@@ -118,6 +124,7 @@ def compare_policies(asked: Asked, policies: Sequence[PolicyRequest], trace: Tra
             oracle=asked.oracle,
             progress=shown,
             trace=trace,
+            selections=selections,
         )
     return asked.described(comparison, opened[-1], policies)
 

@@ -278,9 +278,7 @@ class Rig:
         """Spans at random places of the pool, each place once before any comes again."""
         places = self._pool_nbytes // point.span_nbytes
         if self._permutation[0] != point.span_nbytes:
-            order = np.arange(places) if self._phantom else self._random.permutation(places)
-            order = order.astype(np.int64) * point.span_nbytes
-            self._permutation, self._permuted = (point.span_nbytes, order), 0
+            self._permutation, self._permuted = (point.span_nbytes, self._places(places, point.span_nbytes)), 0
         count = point.nbytes // point.span_nbytes
         if self._permuted + count > places:
             self._permuted = 0
@@ -289,6 +287,12 @@ class Rig:
             self._pool,
             Spans.equal(self._permutation[1][self._permuted - count : self._permuted], point.span_nbytes),
         )
+
+    def _places(self, count: int, nbytes: int) -> NDArray[np.int64]:
+        """Offsets (count,) of all places of `nbytes` bytes, in random order; in order where nothing is read."""
+        if self._phantom:
+            return np.arange(0, count * nbytes, nbytes, dtype=np.int64)
+        return self._random.permutation(count).astype(np.int64) * nbytes
 
     def _run(self, offset: int, point: Point) -> Segment:
         """Spans that follow each other."""
@@ -356,8 +360,7 @@ class Rig:
         lines = (self._pool_nbytes if count > SHORT_WALK else self._pool_nbytes // 4) // LINE_NBYTES
         lines -= lines % count
         region = self._alloc((lines + 1) * LINE_NBYTES)
-        offsets = np.arange(lines) if self._phantom else self._random.permutation(lines)
-        offsets = offsets.astype(np.int64) * LINE_NBYTES
+        offsets = self._places(lines, LINE_NBYTES)
         if not self._phantom:
             table = np.zeros((lines, LINE_NBYTES // 8), dtype=np.int64)
             table[offsets // LINE_NBYTES, 0] = (np.arange(lines) + 1) % count

@@ -106,7 +106,8 @@ def phantom(
         known = find_model(model or MODEL)
         plan = _shaped(known, lengths[0], kv_dtype, weight_dtype, block_tokens, locality, seed)
     wanted = policy or plan.policy
-    chosen = options.policy_options(option, [wanted])[wanted] if option else plan.options
+    recorded = plan.options if wanted == plan.policy else {}
+    chosen = options.policy_options(option, [wanted])[wanted] if option else recorded
     with open_platform(platform, clock="virtual", overrides=changes) as opened, results(as_json) as shown:
         result = run_phantom(
             plan.stages,

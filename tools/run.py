@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +11,11 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.trace import TraceRecorder
 from tierloop.tools import options
 from tierloop.tools.comparing import Asked, compare_policies, escaped, leave_files, prepare_files, show, verdict
-from tierloop.tools.console import results
+from tierloop.tools.console import results, say
+from tierloop.tools.output import OutputError
+
+if TYPE_CHECKING:  # what it imports takes seconds, and `tierloop --help` needs none of it
+    from tierloop.runtime.selection import SelectionRecord
 
 
 def run(
@@ -31,6 +36,10 @@ def run(
     cache: options.Cache = None,
     trace: options.TraceFile = None,
     report: options.ReportFile = None,
+    record_selection: Annotated[
+        Path | None,
+        typer.Option("--record-selection", help="Write what the policy chose, for `tierloop phantom --selection`."),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Decode one prompt under one policy and check it against plain transformers and the float64 oracle.
@@ -55,14 +64,22 @@ def run(
         cache,
     )
     wanted = PolicyRequest(policy, options.policy_options(option, [policy])[policy])
-    prepare_files(trace, report)
+    prepare_files(trace, report, record_selection)
     recorder = TraceRecorder() if trace is not None else None
     with results(as_json) as shown:
-        comparison = compare_policies(asked, [wanted], recorder)
+        selections: list[SelectionRecord] | None = [] if record_selection is not None else None
+        comparison = compare_policies(asked, [wanted], recorder, selections)
         (result,) = comparison.policies
         if result.refused is not None:
             raise ConfigurationError(f"{policy} on {platform}: {result.refused}")
         leave_files(comparison, recorder, trace, report)
+        for selection in selections or []:
+            assert record_selection is not None, "selections are recorded where a file was named"
+            try:
+                selection.save(record_selection)
+            except OSError as error:
+                raise OutputError(f"{record_selection}: cannot be written: {error.strerror}") from error
+            say(f"wrote {record_selection}")
         shown.json(comparison.to_json())
         shown.show(escaped(result.text.strip()))
         show(shown, comparison)

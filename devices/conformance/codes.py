@@ -121,15 +121,17 @@ def nearest_codes(rows: Float32, scales: Float32, dtype: Codes) -> Bytes:
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         quotients = (rows / scales).astype(np.float64)
     codes = np.zeros(rows.shape, dtype=np.uint8)
-    allowed = [c for c in range(256) if not np.isnan(NUMBERS[dtype][c]) and not (dtype == "int8" and c == 128)]
+    allowed = np.array([c for c in range(256) if not np.isnan(NUMBERS[dtype][c]) and (dtype, c) != ("int8", 128)])
+    even_first = allowed[np.argsort(allowed & 1, kind="stable")]  # of two that are as near, argmin takes the first
+    of_sign = {sign: even_first if dtype == "int8" else even_first[even_first & 128 == sign] for sign in (0, 128)}
+    known = {sign: NUMBERS[dtype][candidates] for sign, candidates in of_sign.items()}
     for at, q in np.ndenumerate(quotients):
         if np.isnan(q):
             codes[at] = 0 if dtype == "int8" else 0x7F | np.signbit(rows[at]) << 7
             continue
         q = np.clip(q, -1000, 1000)
-        sign = 0 if dtype == "int8" else int(np.signbit(rows[at])) << 7
-        candidates = allowed if dtype == "int8" else [c for c in allowed if c & 128 == sign]
-        codes[at] = min(candidates, key=lambda c: (abs(NUMBERS[dtype][c] - q), c & 1))
+        sign = int(np.signbit(rows[at])) << 7
+        codes[at] = of_sign[sign][np.abs(known[sign] - q).argmin()]
     return codes
 
 

@@ -37,10 +37,12 @@ import numpy as np
 
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.regions import Segment
 from tierloop.runtime.blocks import K, V
-from tierloop.runtime.engine import Engine, Lane
+from tierloop.runtime.engine import Engine
 from tierloop.runtime.feedback import KINDS, TIMINGS, FeedbackScheduler, Kind, Setting, Times, Timing
 from tierloop.runtime.in_place import InPlaceAttention
+from tierloop.runtime.kv_mapping import MAPPINGS, far_memory, homes
 from tierloop.runtime.logit_parallel import (
     COMBINE,
     GATHER,
@@ -56,16 +58,15 @@ from tierloop.runtime.logit_parallel import (
     TokenConcatenator,
 )
 from tierloop.runtime.loop import Task
-from tierloop.runtime.policy import Batch, Request, number, share_above_zero, whole_numbers
-from tierloop.runtime.recent import Homes, RecentOnGpu, turns
+from tierloop.runtime.policy import Batch, Prediction, Request, number, share_above_zero, whole_numbers
+from tierloop.runtime.recent import RecentOnGpu
 from tierloop.runtime.workspace import Workspace
 
-MAPPINGS = ("auto", "semantic", "interleave", "weighted", "dram")
 VALUES = ("gather", "direct")
 ON_GPU = ("qkv", "predict", "append", GPU_LOGITS, COMBINE, "mlp")
 ON_CPU = (SELECT, "decide", LOGITS, GATHER)
 """Stages that the feedback scheduler takes as T_gpu and T_cpu. Choosing is part of T_cpu: the scan makes the logits."""
-Ahead = tuple[list[Scan], Chosen | None]
+Ahead = tuple[list[Scan], Chosen]
 
 
 @dataclass
@@ -136,8 +137,8 @@ class HybridGen(RecentOnGpu):
                 f"{engine.shape.dtype} rows on {engine.host}"
             )
         if "mapping" in self.without:
-            mapping = "interleave" if _far(engine) else "dram"
-        super().__init__(engine, gpu_share, _homes(engine, cores, mapping, weights))
+            mapping = "interleave" if far_memory(engine, cores) else "dram"
+        super().__init__(engine, gpu_share, homes(self.name, engine, cores, mapping, weights))
         for memory in {m for turn in self._homes for m in turn}:
             if not cores.reaches(memory):
                 raise ConfigurationError(f"hybridgen: {cores.device.info.name} does not reach {memory}")
@@ -149,7 +150,9 @@ class HybridGen(RecentOnGpu):
             )
         self._budget, self._k, self._k_min, self._k_max = budget, k, int(k_min), k_max
         self._scheduler: Kind = "fixed" if "scheduler" in self.without or budget == 1 else scheduler
-        number("hybridgen: step", step, 0)
+        for option, share in (("step", step), ("epsilon", epsilon), ("smoothing", smoothing)):
+            number(f"hybridgen: {option}", share, 0)
+        whole_numbers(self.name, {"every": (every, 1)})
         self._reaction = {"step": step, "epsilon": epsilon, "smoothing": smoothing, "every": every}
         self._timing = timing
         self._scan_tokens = int(scan_tokens)
@@ -249,9 +252,15 @@ class HybridGen(RecentOnGpu):
             and batch.q_len == 1
             and timing != "current"
             and "logit_parallelism" not in self.without
+            and not all(self._scan(r, following).whole(self.shape.block_tokens) for r in batch.requests)
         ):
-            key = following, tuple(r.name for r in batch.requests)
-            self._ahead[key] = self.engine.loop.spawn(self._work_ahead(following, batch, timing))
+            assert batch.predict is not None, "a decoder that calls layer_input predicts"
+            # Submitted at once: behind this layer's attention in the GPU's queue it would come too late.
+            target = self._work.at("predicted", following, batch.queries.spans.nbytes)
+            prediction = batch.predict(following, target)
+            queries, ready = self._calculator.queries(following, target, [prediction.ready])
+            ahead = self._work_ahead(following, batch, timing, prediction, queries, ready)
+            self._ahead[following, tuple(r.name for r in batch.requests)] = self.engine.loop.spawn(ahead)
 
     async def attend(self, layer: int, batch: Batch) -> list[Completion]:
         if batch.q_len > 1:
@@ -291,7 +300,7 @@ class HybridGen(RecentOnGpu):
         for request in batch.requests:
             pace: _Pace = request.state["pace"]
             if pace.history:
-                rows = self.border(request, 0) * self.shape.block_tokens
+                rows = self.next_border(request, 0) * self.shape.block_tokens
                 times = Times(gpu, cpu, took.get(TRANSFER, 0), 0)
                 pace.setting = pace.scheduler.decide(times, min(rows, self._most(request)))
             pace.history.append((pace.setting.k, pace.setting.timing, pace.scheduler.load))
@@ -306,15 +315,12 @@ class HybridGen(RecentOnGpu):
             for name, steps in self._history.items()
         }
 
-    async def _work_ahead(self, layer: int, batch: Batch, timing: str) -> Ahead:
+    async def _work_ahead(
+        self, layer: int, batch: Batch, timing: Timing, prediction: Prediction, queries: Segment, ready: Completion
+    ) -> Ahead:
         """Choose a layer's host rows by a predicted query and start to send them."""
         scans = await self._scans(layer, batch)
-        if all(s.wanted >= (s.last - s.first) * self.shape.block_tokens for s in scans):
-            return scans, None
-        assert batch.predict is not None, "a decoder that calls layer_input predicts"
-        prediction = batch.predict(layer, self._work.at("predicted", layer, batch.queries.spans.nbytes))
-        queries, ready = self._calculator.queries(layer, prediction.target, [prediction.ready])
-        chosen = await self._calculator.choose(layer, batch, scans, queries, ready, True)
+        chosen = await self._calculator.choose(layer, batch, scans, queries, ready, timing == "prev")
         chosen = self._spoilt(layer, batch, scans, chosen)
         self._calculator.send_rows(layer, batch, chosen, V, self._direct)
         if timing == "prev":
@@ -335,18 +341,18 @@ class HybridGen(RecentOnGpu):
 
     async def _scans(self, layer: int, batch: Batch) -> list[Scan]:
         """What is looked at of each request: its host rows, once what was demoted last is among them."""
-        found = []
         for request in batch.requests:
             await self.settle(request, layer)
-            last = self.border(request, layer)
-            rows = last * self.shape.block_tokens
-            setting: Setting = request.state["pace"].setting
-            fixed = self._scheduler == "fixed"
-            wanted = min(self._first_k(rows) if fixed else setting.k, self._most(request))
-            tokens = setting.scan if self._scheduler == "port" else self._scan_tokens
-            first = max(last - -(-tokens // self.shape.block_tokens), 0) if tokens and wanted < rows else 0
-            found.append(Scan(first, last, wanted))
-        return found
+        return [self._scan(request, layer) for request in batch.requests]
+
+    def _scan(self, request: Request, layer: int) -> Scan:
+        last = self.next_border(request, layer)
+        rows = last * self.shape.block_tokens
+        setting: Setting = request.state["pace"].setting
+        wanted = min(self._first_k(rows) if self._scheduler == "fixed" else setting.k, self._most(request))
+        tokens = setting.scan if self._scheduler == "port" else self._scan_tokens
+        first = max(last - -(-tokens // self.shape.block_tokens), 0) if tokens and wanted < rows else 0
+        return Scan(first, last, wanted)
 
     def _spoilt(self, layer: int, batch: Batch, scans: Sequence[Scan], chosen: Chosen) -> Chosen:
         """Replace the share `noise` of what was chosen by other rows, to see what wrong predictions cost."""
@@ -366,7 +372,7 @@ class HybridGen(RecentOnGpu):
 
     def _account(self, batch: Batch, scans: Sequence[Scan], chosen: Chosen) -> None:
         """Tell the oracle which rows are attended, and which logits come from a prediction."""
-        if chosen.everything:
+        if all(scan.whole(self.shape.block_tokens) for scan in scans):
             return
         heads = self.shape.num_kv_heads
         for i, scan in enumerate(scans):
@@ -384,44 +390,3 @@ def _switched_off(without: Any) -> frozenset[str]:
         if name not in HybridGen.mechanisms:
             raise ConfigurationError(f"hybridgen: without {name!r}: {nearest(str(name), list(HybridGen.mechanisms))}")
     return frozenset(without)
-
-
-def _far(engine: Engine) -> str | None:
-    found = engine.memories("cxl")
-    return found[0].name if found else None
-
-
-def _homes(engine: Engine, cores: Lane, mapping: str, weights: Mapping[str, int] | None) -> Homes:
-    """Where blocks of K and of V go in turn."""
-    host, far = engine.host, _far(engine)
-    if weights is not None and mapping != "weighted":
-        raise ConfigurationError(f'hybridgen: weights belong to mapping = "weighted", not to {mapping!r}')
-    if mapping == "auto":
-        mapping = "semantic" if far else "dram"
-    if mapping == "dram":
-        return (host,), (host,)
-    if mapping == "weighted" and weights is not None:
-        turn = turns(weights, [m.name for m in engine.memories()], "hybridgen: weights")
-        return turn, turn
-    if far is None:
-        raise ConfigurationError(
-            f"hybridgen: mapping {mapping!r} puts rows into CXL memory, which platform {engine.platform.name} does not "
-            'have; mapping = "dram" keeps all of them in host memory'
-        )
-    if mapping == "semantic":
-        return (host,), (far,)
-    if mapping == "interleave":
-        return (host, far), (host, far)
-    turn = turns(_by_rate(engine, cores, host, far), [host, far], "hybridgen: weights")
-    return turn, turn
-
-
-def _by_rate(engine: Engine, cores: Lane, host: str, far: str) -> dict[str, int]:
-    """Weights that let both memories end a scan at the same time: as the rates at which the cores read them."""
-    rates = []
-    for memory in (host, far):
-        path = cores.executor.path(memory)
-        assert path is not None, "the cores reach both"
-        rates.append(path.read_bytes_per_s)
-    smaller = min(rates)
-    return {memory: max(1, round(2 * rate / smaller)) for memory, rate in zip((host, far), rates, strict=True)}

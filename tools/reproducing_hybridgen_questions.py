@@ -125,11 +125,11 @@ def prediction_error(study: Study) -> Sequence[Table]:
     """Wrong rows in place of a share of the right ones: what it costs in time, and of attention."""
     rows = []
     for error in CONSTANTS.errors:
-        run = hybrid(study, CONSTANTS.model, CONSTANTS.question_context, noise=error)
+        run = hybrid(study, CONSTANTS.long_model, CONSTANTS.question_context, noise=error)
         kept = decoded(study, 0, "fixed", noise=error) if error in CONSTANTS.errors_real else None
         row = {
             "error": error,
-            "model of time": CONSTANTS.model,
+            "model of time": CONSTANTS.long_model,
             "ms": run.step_ns / 1e6,
             "model of recall": study.model,
         }
@@ -158,7 +158,7 @@ def speed_up(study: Study) -> Sequence[Table]:
     rows = []
     model, context = CONSTANTS.model, CONSTANTS.ratio_context
     for platform in (CONSTANTS.platform, *CONSTANTS.others):
-        for name, rate in regimes(platform).items():
+        for name, rate in (regimes if platform == CONSTANTS.platform else _outer)(platform).items():
             theirs = {p: baseline(study, p, model, context, cpu=rate, platform=platform) for p in BASELINES}
             for mapping, scan in (("semantic", CONSTANTS.scans[0]), ("semantic", CONSTANTS.scans[1]), ("dram", 0)):
                 ours = hybrid(study, model, context, cpu=rate, platform=platform, mapping=mapping, scan_tokens=scan)
@@ -207,9 +207,14 @@ def _losing(contexts: Sequence[int], gaps: Sequence[float]) -> Iterator[tuple[in
 
 
 def _is_asked(model: str, rate: int, scan: int) -> bool:
-    """All of the long model at both ends of the selector, but for the rate between; of the other model the ends."""
-    ends = _ends(regimes()).values()
-    return rate in ends if scan or model != CONSTANTS.long_model else True
+    """The long model at all rates, and with the short scan at the ends; the other one at the ends, all rows scanned."""
+    if model == CONSTANTS.long_model:
+        return not scan or rate != CONSTANTS.cpu_flexgen
+    return not scan and rate != CONSTANTS.cpu_flexgen
+
+
+def _outer(platform: str) -> dict[str, int]:
+    return _ends(regimes(platform))
 
 
 def _ends(of: Mapping[str, int]) -> dict[str, int]:

@@ -26,7 +26,7 @@ def feedback(study: Study) -> Check:
     large = [decoded(study, prompt, "fixed", k=CONSTANTS.fixed_large) for prompt in everywhere[:1]]
     recalls = {kind: [each.mass_recall for each in found] for kind, found in kept.items()}
     errors = {kind: [each.output_error for each in found] for kind, found in kept.items()}
-    runs = [scheduled(study, n) for n in CONSTANTS.contexts]
+    runs = [scheduled(study, n) for n in CONSTANTS.scheduler_contexts]
     ks = [run.result.details["request0"]["k"][-1] for run in runs]
     rises = sum(later > earlier for earlier, later in pairwise(ks[ks.index(max(ks)) :]))
     least = min(k for run in runs for k in run.result.details["request0"]["k"])
@@ -56,14 +56,15 @@ def feedback(study: Study) -> Check:
         f"fixed, K = {CONSTANTS.fixed_large}: output error": [each.output_error for each in large],
         "largest error / bound of the oracle": max(each.worst_ratio for found in kept.values() for each in found),
         "K and timing at the end": {kind: [list(each.ended) for each in found] for kind, found in kept.items()},
-        "K by context": dict(zip(map(str, CONSTANTS.contexts), ks, strict=True)),
+        "K by context": dict(zip(map(str, CONSTANTS.scheduler_contexts), ks, strict=True)),
         "largest K / smallest K once settled": spans,
     }
     reason = (
         f"measured on {study.model} at {CONSTANTS.prompt_tokens:,} tokens on {CONSTANTS.real_platform}, where the host "
         "has slack; the paper's tasks and models are not here. Mass recall sees which rows were attended and not "
-        "whether their logits are true: the full scheduler spends slack on timing before it spends it on K, so it can attend "
-        f"fewer rows than adaptive K does, with true logits. K over L is that of the vectorised CPU; {reasons(*runs)}"
+        "whether their logits are true: the full scheduler spends slack on timing before it spends it on K, so it can "
+        "attend fewer rows than adaptive K does, with true logits: its output error says so. K over L is that of the "
+        f"vectorised CPU; {reasons(*runs)}"
     )
     return Check("H7", "the feedback scheduler", claims, provenance(*runs), study.seed, reason, details)
 

@@ -176,7 +176,7 @@ def scaling(study: Study) -> Check:
         for name, rate in regimes().items()
     }
     signs = {name: sign_change(contexts, found) for name, found in loads.items()}
-    full = [scheduled(study, n) for n in contexts]
+    full = [scheduled(study, n) for n in CONSTANTS.scheduler_contexts]
     rungs = [TIMINGS.index(run.result.details["request0"]["timing"][-1]) for run in full]
     rises = sum(later > earlier for earlier, later in pairwise(rungs))
     named = [TIMINGS[rung] for rung in rungs]
@@ -195,8 +195,10 @@ def scaling(study: Study) -> Check:
         "contexts": list(contexts),
         "load at K_min": loads,
         "slack until, tokens (0: less than the shortest)": signs,
-        "timing of the full scheduler, vectorised": named,
-        "K of the full scheduler, vectorised": [run.result.details["request0"]["k"][-1] for run in full],
+        "full scheduler, vectorised: context, timing, K": [
+            [n, timing, run.result.details["request0"]["k"][-1]]
+            for n, timing, run in zip(CONSTANTS.scheduler_contexts, named, full, strict=True)
+        ],
     }
     slow = ", ".join(f"{name}: {'below 1,024' if n == 0 else f'{n:,.0f}'} tokens" for name, n in signs.items())
     reason = f"the host has slack up to {slow}; {reasons(*full)}"

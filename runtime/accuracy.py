@@ -232,7 +232,7 @@ def _variants(asked: Asked) -> list[_Variant]:
     for policy in dict.fromkeys(asked.policies):
         kind, options = find_policy(policy), asked.options.get(policy, {})
         takes = not kind.exact and "budget" in inspect.signature(kind.__init__).parameters
-        if takes:
+        if takes and "k" not in options:  # rows instead of a share: the budget says nothing then
             budgets = dict.fromkeys(asked.budgets)
             found += [_Variant(policy, kind, budget, {**options, "budget": budget}) for budget in budgets]
         else:

@@ -225,8 +225,10 @@ class FeedbackScheduler:
                 self._move(self.setting.k, rung)
                 return
         k = self.setting.k
-        larger = k + int(self._step) if isinstance(self._step, int) else max(k + 1, round(k * (1 + self._step)))
-        larger = min(larger, self._k_max)
+        if isinstance(self._step, int):
+            larger = min(k + self._step, self._k_max)
+        else:
+            larger = min(max(k + 1, round(min(k * (1 + self._step), float(self._k_max)))), self._k_max)
         if larger <= k:
             return
         predicted = self._load(self._host * larger / k, self._rung) if k else 1.0
@@ -248,7 +250,7 @@ class FeedbackScheduler:
             smaller = step.below
         else:
             self._climbs.clear()
-            smaller = k - int(self._step) if isinstance(self._step, int) else round(k / (1 + self._step))
+            smaller = k - self._step if isinstance(self._step, int) else round(k / (1 + self._step))
         smaller = max(min(self._k_min, k), min(smaller, k - 1))
         if smaller < k:
             self._move(smaller, self._rung)

@@ -61,6 +61,8 @@ def search_k_min(
             raise ConfigurationError(f"--option {policy}.{option}: the search sets it")
     if not 1 <= low <= high:
         raise ConfigurationError(f"K from {low} to {high}: whole numbers from 1 on are needed, the smaller one first")
+    if high > min(asked.contexts):
+        raise ConfigurationError(f"--high {high}: more than the context, which is {min(asked.contexts)}")
     if not 0 <= tolerance <= 1:
         raise ConfigurationError(f"--tolerance {tolerance}: it must be from 0 to 1")
     kept = _Kept(subject)

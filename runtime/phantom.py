@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.clocks import WallClock
-from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, DeviceError, OutOfMemory
 from tierloop.devices.platform import Platform
 from tierloop.runtime.blocks import KVShape, TierTooSmall
 from tierloop.runtime.compare import PolicyRequest, find_policy
@@ -37,6 +38,7 @@ from tierloop.runtime.stages import LAST_QUERIES, Prefill, Stages
 LARGEST_CONTEXT = 1 << 24
 """Tokens of a prompt: 16 times a million."""
 LARGEST_BATCH = 4096
+LARGEST_STEPS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class PhantomLoad:
         for tokens in self.prompt_tokens:
             if not 1 <= tokens <= LARGEST_CONTEXT:
                 raise ConfigurationError(f"the context is {tokens}; it must be from 1 to {LARGEST_CONTEXT:,}")
-        if self.steps < 1 or self.warmup_steps < 0:
+        if self.steps < 1 or self.warmup_steps < 0 or self.all_steps > LARGEST_STEPS:
             raise ConfigurationError(
-                f"steps are {self.steps} and warm-up steps {self.warmup_steps}; they must be at least 1 and 0"
+                f"steps are {self.steps} and warm-up steps {self.warmup_steps}; they must be at least 1 and 0, and "
+                f"together at most {LARGEST_STEPS:,}"
             )
 
     @property
@@ -106,10 +109,15 @@ def run_phantom(
     try:
         made = make(kind, engine, policy.options)
         result = _Run(platform, engine, stages, made, load).decode(policy.title, observer)
-    except (TierTooSmall, OutOfMemory) as error:
-        result = PolicyResult(policy.title, platform.name, refused=str(error))
-    finally:
         engine.close()
+    except (TierTooSmall, OutOfMemory) as error:
+        engine.close()
+        result = PolicyResult(policy.title, platform.name, refused=str(error))
+    except BaseException:
+        with suppress(DeviceError):  # commands are under way; what went wrong is said, and not that
+            engine.close()
+        raise
+    finally:
         observers[:] = [each for each in observers if each in before]
     if isinstance(decisions, LocalitySelection):
         reasons += decisions.beyond(model, max(load.prompt_tokens))

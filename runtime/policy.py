@@ -289,11 +289,15 @@ class Policy:
         return done
 
 
+LARGEST = 2.0**62
+"""Numbers from outside lie below this, whatever they count: more would not fit arrays of positions and sizes."""
+
+
 def number(what: str, value: Any, low: float, high: float = math.inf) -> float:
     """A finite number from outside within [low, high]. Raises ConfigurationError that names what it is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(f"{what} is {value!r}; it must be a number")
-    if not low <= value <= high or math.isinf(value):
+    if not low <= value <= min(high, LARGEST):
         limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
         raise ConfigurationError(f"{what} is {value}; it must be {limit}")
     return value

@@ -305,6 +305,10 @@ def _checked(arrays: Mapping[str, NDArray[Any]]) -> SelectionRecord:
         at += number_of
         if (answer < -1).any() or (answer >= lengths[:, None]).any():
             raise _Malformed(f"answers of step {step}, layer {layer} name candidates that there are not")
+        ranked = np.sort(answer, axis=1)
+        twice = (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] >= 0)
+        if twice.any() or ((answer >= 0).sum(axis=1) != np.minimum(best, lengths)).any():
+            raise _Malformed(f"answers of step {step}, layer {layer} name a candidate twice, or too few of them")
         same = (step, layer, labels[number])
         record.answers[(*same, asked[same])] = Answer(answer, lengths.copy(), first.copy(), of_unit)
         asked[same] += 1
@@ -330,6 +334,8 @@ def _origin(header: dict[str, Any]) -> Origin:
     for name, kind in types.items():
         if not isinstance(header.get(name), kind) or isinstance(header[name], bool):
             raise _Malformed(f"header: {name} must be of type {kind.__name__}")
+    if not _is_count(header["steps"]) or not _is_count(header["seed"]):
+        raise _Malformed("header: steps and seed must be whole numbers from 0 on")
     prompts = header.get("prompt_tokens")
     if not isinstance(prompts, list) or not all(_is_count(n) for n in prompts):
         raise _Malformed("header: prompt_tokens must be a list of whole numbers")
@@ -359,7 +365,7 @@ def _stages(table: Any, num_layers: int) -> ShapeStages | None:
         if any(len(costs) != num_layers for costs in per_layer.values()):
             raise _Malformed("header: stages must have a cost for each layer")
         hidden, scale = table["hidden"], table["scale"]
-        if not _is_count(hidden) or not isinstance(scale, float) or not math.isfinite(scale):
+        if not _is_count(hidden) or not isinstance(scale, float) or not (math.isfinite(scale) and scale > 0):
             raise _Malformed("header: stages: hidden or scale is no number")
         return ShapeStages(hidden, scale, _cost(table["head_cost"]), **per_layer)
     except (KeyError, TypeError) as error:

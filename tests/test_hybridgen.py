@@ -304,6 +304,20 @@ def test_state_goes_with_the_request() -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_step_without_end_leads_to_k_max() -> None:
+    assert run_long(SLOW_GPU, scheduler="adaptive", k=8, k_max=20, step=1e18)["k"][-1] == 20
+
+
+def test_whole_numbers_may_be_written_with_a_point() -> None:
+    assert set(run_long(scheduler="fixed", k=32.0, k_max=64.0, k_min=8.0)["k"]) == {32}
+
+
+def test_a_mapping_that_is_switched_off_takes_its_weights_with_it() -> None:
+    weights = {"emu:dram": 1, "emu:cxl": 3}
+    decoded = hybrid(**FIXED, mapping="weighted", weights=weights, without=["mapping"])
+    assert decoded.placement == hybrid(**FIXED, mapping="interleave").placement
+
+
 # -- traffic --------------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +379,7 @@ def test_the_gpu_keeps_its_share_and_no_more() -> None:
         ({"without": "scheduler"}, "must be a list of mechanisms"),
         ({"without": ["cache"]}, "without 'cache'"),
         ({"noise": 2}, "noise is 2; it must be from 0 to 1"),
+        ({"k_max": 10**400}, "it must be at least 1"),
         ({"epsilon": "much"}, "epsilon is 'much'; it must be a number"),
         ({"smoothing": 0}, "smoothing 0"),
         ({"every": 0}, "every is 0"),

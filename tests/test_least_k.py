@@ -48,7 +48,7 @@ def test_where_nothing_is_good_enough_it_says_so() -> None:
         (lambda: search(5, 4), "K from 5 to 4"),
         (lambda: search(1, 4, tolerance=2), "--tolerance 2"),
         (lambda: search(1, 4, k=3), r"--option hybridgen\.k: the search sets it"),
-        (lambda: search(1, 100_000), "more than the context"),
+        (lambda: search(1, 100_000), "--high 100000: more than the context, which is 640"),
     ],
 )
 def test_bad_input_is_named(call: Callable[[], LeastK], message: str) -> None:

@@ -137,7 +137,7 @@ class HybridGen(RecentOnGpu):
                 f"{engine.shape.dtype} rows on {engine.host}"
             )
         if "mapping" in self.without:
-            mapping = "interleave" if far_memory(engine, cores) else "dram"
+            mapping, weights = "interleave" if far_memory(engine, cores) else "dram", None
         super().__init__(engine, gpu_share, homes(self.name, engine, cores, mapping, weights))
         for memory in {m for turn in self._homes for m in turn}:
             if not cores.reaches(memory):
@@ -148,8 +148,9 @@ class HybridGen(RecentOnGpu):
                 f"hybridgen: {engine.dense.device.info.name} runs the modules, but not logits and combine over "
                 f"{engine.shape.dtype} rows"
             )
-        self._budget, self._k, self._k_min, self._k_max = budget, k, int(k_min), k_max
-        self._scheduler: Kind = "fixed" if "scheduler" in self.without or budget == 1 else scheduler
+        self._budget, self._k_min = budget, int(k_min)
+        self._k, self._k_max = (None if rows is None else int(rows) for rows in (k, k_max))
+        self._scheduler: Kind = "fixed" if "scheduler" in self.without or (budget == 1 and k is None) else scheduler
         for option, share in (("step", step), ("epsilon", epsilon), ("smoothing", smoothing)):
             number(f"hybridgen: {option}", share, 0)
         whole_numbers(self.name, {"every": (every, 1)})

@@ -84,15 +84,16 @@ def run_phantom(
     model: str | None = None,
     context_limit: int | None = None,
     extrapolations: Sequence[str] = (),
+    weight_nbytes: int = 0,
     observer: Callable[[Policy], None] | None = None,
 ) -> PolicyResult:
     """Decode `steps` tokens of each of `batch` requests with prompts of `context` tokens (or one length each).
 
     `platform` is open, virtual and emulated; it is the caller's, and everything taken there is given back. `model` is
     the name that a replayed selection has to be of, and a locality model should be; `context_limit` is what the model
-    was made for, in tokens; `extrapolations` are further reasons. `observer` is called with the policy after the last
-    step, to look at its state. A memory that is too small gives a result with `refused`. Raises ConfigurationError for
-    anything else that is wrong.
+    was made for, in tokens; `extrapolations` are further reasons; `weight_nbytes` is the room that weights take where
+    the modules run. `observer` is called with the policy after the last step, to look at its state. A memory that is
+    too small gives a result with `refused`. Raises ConfigurationError for anything else that is wrong.
     """
     load = PhantomLoad(tuple(context) if isinstance(context, Sequence) else (context,) * batch, steps, warmup_steps)
     if not platform.clock.virtual:
@@ -107,6 +108,8 @@ def run_phantom(
     observers = platform.site.observers
     before = list(observers)
     try:
+        if weight_nbytes:
+            _hold_weights(engine, weight_nbytes)
         made = make(kind, engine, policy.options)
         result = _Run(platform, engine, stages, made, load).decode(policy.title, observer)
         engine.close()
@@ -190,6 +193,15 @@ class _Run:
             await self._decoder.step(self._requests)
             steps.append(clock.now() - begun)
         return steps
+
+
+def _hold_weights(engine: Engine, nbytes: int) -> None:
+    try:
+        engine.scratch(engine.dense.memory, nbytes)
+    except OutOfMemory as error:
+        raise TierTooSmall(
+            f"{engine.dense.memory} is too small: {nbytes:,} bytes of weights are needed there"
+        ) from error
 
 
 def _prefill(shape: KVShape, tokens: int) -> Prefill:

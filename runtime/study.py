@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Launch
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Dense, DType
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.compare import PolicyRequest
@@ -127,7 +126,6 @@ class Study:
         self._coarser = 1024 // table
         self._runs: dict[str, Observed] = {}
         self._answers: dict[tuple[str, int], dict[str, Int64]] = {}
-        self._capacity: dict[str, int] = {}
         self._made: dict[str, Any] = {}
 
     def tell(self) -> None:
@@ -151,12 +149,11 @@ class Study:
     def _observe(self, run: PhantomRun) -> Observed:
         known = find_model(run.model)
         shape = cache_shape(known, self._kv_dtype, block_tokens_for(self._coarser * run.context))
-        overrides = {"devices.gpu.capacity": self._left(run.platform, known.weight_nbytes()), **run.overrides}
         selection = _Remembered(self._locality, known.num_layers, self.seed)
         if run.steps == 1 and not run.warmup_steps:
             selection.known = self._answers.setdefault((run.model, run.context), {})
         ended: list[Seen] = []
-        with open_platform(run.platform, clock="virtual", overrides=overrides) as platform:
+        with open_platform(run.platform, clock="virtual", overrides=run.overrides) as platform:
             kinds = {device.info.name: device.info.kind for device in platform.devices.values()}
             now: list[int] = []
 
@@ -180,20 +177,12 @@ class Study:
                 decisions=selection,
                 model=known.name,
                 context_limit=known.context_length,
+                weight_nbytes=known.weight_nbytes(),
                 observer=finished,
             )
         begun = now[0] - result.elapsed_ns if now else 0
         inside = [each for each in ended if each[3] >= begun]
         return Observed(result, _work(inside), _exposed(inside, kinds, begun, now[0] if now else 0))
-
-    def _left(self, platform: str, weights: int) -> int:
-        """What the weights leave of the GPU's memory."""
-        if platform not in self._capacity:
-            with open_platform(platform, clock="virtual") as opened:
-                self._capacity[platform] = next(m.capacity for d, m in opened.memories() if d.info.kind == "gpu")
-        if weights >= self._capacity[platform]:
-            raise ConfigurationError(f"{platform}: {weights:,} bytes of weights do not fit the GPU")
-        return self._capacity[platform] - weights
 
 
 class _Remembered(LocalitySelection):

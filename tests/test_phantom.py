@@ -134,6 +134,24 @@ def test_a_cache_that_does_not_fit_is_refused_and_says_how_much_is_missing() -> 
     assert (result.step_ns, result.provenance) == ((), "")
 
 
+def test_weights_take_their_room_where_the_modules_run() -> None:
+    """The cache alone would fit a card of 24 GB."""
+    model = find_model("llama-3-8b")
+    shape = cache_shape(model, "bfloat16", block_tokens_for(100_000))
+
+    def held(weight_nbytes: int) -> str | None:
+        with open_platform("kvdrive-4090", clock="virtual") as platform:
+            return run_phantom(
+                *(ShapeStages.of_shape(model), shape, platform, PolicyRequest("all-gpu")),
+                context=100_000,
+                weight_nbytes=weight_nbytes,
+            ).refused
+
+    assert held(0) is None
+    assert "emu:gpu is too small" in (held(model.weight_nbytes()) or "")
+    assert "bytes of weights are needed there" in (held(1 << 40) or "")
+
+
 def test_a_context_beyond_the_model_and_a_borrowed_locality_are_called_extrapolated() -> None:
     model = find_model("smollm2-135m")
     stages, shape = ShapeStages.of_shape(model), cache_shape(model)

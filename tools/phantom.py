@@ -120,6 +120,7 @@ def phantom(
             warmup_steps=warmup_steps,
             model=model or plan.model,
             context_limit=plan.limit,
+            weight_nbytes=plan.weight_nbytes,
         )
         if result.refused is not None:
             raise ConfigurationError(f"{wanted} on {platform}: {result.refused}")
@@ -150,6 +151,8 @@ class _Plan:
     decisions: Decisions
     source: str
     limit: int | None
+    weight_nbytes: int = 0
+    """Room that weights take; a recorded run had none for them."""
     policy: str = POLICY
     options: dict[str, Any] = field(default_factory=dict)
     prompt_tokens: list[int] = field(default_factory=list)
@@ -172,6 +175,7 @@ def _replayed(file: Path, kv_dtype: str | None, block_tokens: int | None) -> _Pl
         ReplayedSelection(record),
         f"recorded in {file.name}",
         known.context_length if known is not None else None,
+        0,
         origin.policy,
         dict(origin.options),
         list(origin.prompt_tokens),
@@ -198,6 +202,7 @@ def _shaped(
         LocalitySelection(fitted, known.num_layers, seed),
         f"locality {locality or LOCALITY}",
         known.context_length,
+        known.weight_nbytes(itemsize(weight_dtype)),
     )
 
 

@@ -91,6 +91,6 @@ def policy_costs(
                 model=origin.model,
             )
         commands = sum(use.commands for use in result.devices.values()) // origin.steps
-        own = replayed.best_ns() - commands * command_ns
-        found[name] = own, real.best_ns() - replayed.best_ns(), commands
+        own = max(replayed.best_ns() - commands * command_ns, 0.0)
+        found[name] = own, max(real.best_ns() - replayed.best_ns(), 1.0), commands
     return found

@@ -33,7 +33,8 @@ def test_a_model_that_is_not_here_is_decoded(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_table_names_the_time_the_stages_and_the_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    phantom(model="smollm2-135m", platform="demo", policy="topk-blocks", context=1024, steps=1)
+    room = ["devices.gpu.capacity=1e9"]
+    phantom(model="smollm2-135m", platform="demo", policy="topk-blocks", context=1024, steps=1, overrides=room)
     shown = capsys.readouterr().out
     for text in ("smollm2-135m, 1 × 1,024 prompt tokens, topk-blocks", "simulated", "qkv", "link pcie", "locality"):
         assert text in shown
@@ -73,6 +74,7 @@ def test_a_record_says_all_that_is_not_asked_for(capsys: pytest.CaptureFixture[s
         ({"context": 1 << 25}, "the context is 33554432"),
         ({"block_tokens": 100}, "block_tokens 100 must be a positive multiple"),
         ({"policy": "all-gpu", "context": 1 << 22}, "all-gpu on hybridgen-a100-cxl: emu:gpu is too small"),
+        ({"model": "smollm2-135m", "platform": "demo"}, "269,030,016 bytes of weights are needed there"),
         ({"platform": "demo-host"}, "cannot run on a virtual clock"),
         ({"policy": "hybridge"}, "unknown policy 'hybridge'"),
     ],

@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from tierloop.devices.errors import ConfigurationError, OutOfMemory, nearest
 from tierloop.devices.kernels import warm_up
 from tierloop.devices.kernels.contract import DTYPES
 from tierloop.devices.platform import Platform
 from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.bounds import log_probabilities
 from tierloop.runtime.compare import find_policy
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.model_shapes import cache_shape
 from tierloop.runtime.oracle import Recall, Recorder, Verdict
 from tierloop.runtime.policy import Policy, Request, check_options, make
 from tierloop.runtime.stages import Prefill
@@ -202,7 +202,7 @@ def measure(
     rows: list[Row] = []
     names: dict[str, None] = {}
     for cell in cells:
-        shape = _kv_shape(cell, asked.kv_dtype)
+        shape = cache_shape(cell.shape, asked.kv_dtype)  # type: ignore[arg-type]  # `check` has
         dense: list[_Heard] = []
         heard: list[list[_Heard]] = [[] for _ in variants]
         refused: dict[int, str] = {}
@@ -240,27 +240,12 @@ def _variants(asked: Asked) -> list[_Variant]:
     return found
 
 
-def _kv_shape(cell: Cell, dtype: str) -> KVShape:
-    shape = cell.shape
-    return KVShape(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.num_q_heads // shape.num_kv_heads,
-        shape.head_dim,
-        shape.head_dim,
-        dtype,  # type: ignore[arg-type]  # KVShape checks it
-        64,
-        64,
-    )
-
-
 def _hear_dense(cell: Cell, prefill: Prefill, case: Case) -> _Heard:
     said, scores = [], []
     expected = [token for turn in case.turns for token in turn.expected]
     for logits, wanted in zip(attend_densely(cell, prefill, case), expected, strict=True):
         said.append(int(logits.argmax()))
-        wide = logits.astype(np.float64)
-        scores.append(float(wide[wanted] - wide.max() - np.log(np.exp(wide - wide.max()).sum())))
+        scores.append(float(log_probabilities(logits[None], [wanted])[0]))
     return _Heard(_right(case, said), sum(scores) / len(scores))
 
 

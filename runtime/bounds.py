@@ -15,6 +15,8 @@ First-order rounding analysis of the un-normalised states, each merge adding a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,6 +42,14 @@ def output_bound(
     factor = 2 * ds.max(axis=1, keepdims=True) + (2 * split_tokens + 8 * merges + 18) * U
     bound: Float64 = factor * np.einsum("gn,nd->gd", softmax(logits), np.abs(values))
     return np.maximum(bound, np.finfo(np.float32).tiny)
+
+
+def log_probabilities(logits: NDArray[np.float32], tokens: Sequence[int]) -> Float64:
+    """Natural-log probability of a token under each row of logits, float32 (n, vocabulary) → float64 (n,)."""
+    wide = logits.astype(np.float64)
+    top = wide.max(axis=-1)
+    lse = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
+    return np.asarray(wide[np.arange(len(tokens)), list(tokens)] - lse)
 
 
 def softmax(logits: Float64) -> Float64:

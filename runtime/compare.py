@@ -21,7 +21,7 @@ from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.ledger import Ledger
-from tierloop.runtime.model_shapes import ShapeStages
+from tierloop.runtime.model_shapes import ShapeStages, cache_shape
 from tierloop.runtime.models import Model
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.oracle import Recorder, Verdict
@@ -56,17 +56,7 @@ class PolicyRequest:
 
 def kv_shape(model: Model, dtype: str = "float32", block_tokens: int = 64, split_tokens: int = 64) -> KVShape:
     """The cache's shape for a model. Raises ValueError for an unknown dtype."""
-    shape = model.shape
-    return KVShape(
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.num_q_heads // shape.num_kv_heads,
-        shape.head_dim,
-        shape.head_dim,
-        dtype,  # type: ignore[arg-type]  # KVShape checks it
-        block_tokens,
-        split_tokens,
-    )
+    return cache_shape(model.shape, dtype, block_tokens, split_tokens)  # type: ignore[arg-type]  # it checks dtype
 
 
 def find_policy(name: str) -> type[Policy]:

@@ -18,6 +18,7 @@ from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
+from tierloop.runtime.bounds import log_probabilities
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.oracle import Recorder
 from tierloop.runtime.policy import Batch, Policy, Predicted, Prediction, Request
@@ -73,25 +74,21 @@ class Decoder:
 
         Where there are no numbers (a phantom run) every next token is 0.
         """
-        logits = await self._step(list(requests), q_len)
-        tokens = [0] * len(requests) if logits is None else logits.argmax(axis=-1).tolist()
+        tokens, _ = await self._step(list(requests), q_len)
         for request, token in zip(requests, tokens, strict=True):
             request.tokens.append(token)
         return tokens
 
     async def score(self, requests: Sequence[Request], targets: Sequence[int]) -> list[float]:
         """A step in which the next tokens are given: appends them, returns their log probabilities (natural)."""
-        logits = await self._step(list(requests), 1)
+        _, logits = await self._step(list(requests), 1)
         assert logits is not None, "a phantom run has no probabilities"
         for request, target in zip(requests, targets, strict=True):
             request.tokens.append(target)
-        wide = logits.astype(np.float64)
-        top = wide.max(axis=-1)
-        lse = top + np.log(np.exp(wide - top[:, None]).sum(axis=-1))
-        scored: list[float] = (wide[np.arange(len(targets)), list(targets)] - lse).tolist()
+        scored: list[float] = log_probabilities(logits, targets).tolist()
         return scored
 
-    async def _step(self, requests: list[Request], q_len: int) -> Float32 | None:
+    async def _step(self, requests: list[Request], q_len: int) -> tuple[list[int], Float32 | None]:
         assert 0 < len(requests) * q_len <= self._max_rows, "more rows than the decoder was made for"
         positions = np.array([range(len(r.tokens) - q_len, len(r.tokens)) for r in requests], dtype=np.int64)
         step = _Step(requests, positions, self._modules.begin([r.tokens[-q_len:] for r in requests], positions))
@@ -143,7 +140,8 @@ class Decoder:
         cost = self._modules.finishes[layer]
         return [self._launch("mlp", cost, step.rows, ((output,),), (), step.reading(mlp), attended)]
 
-    async def _head(self, step: _Step, after: list[Completion]) -> Float32 | None:
+    async def _head(self, step: _Step, after: list[Completion]) -> tuple[list[int], Float32 | None]:
+        """The next tokens, as the device gives them, and the logits behind them."""
         count = len(step.requests)
         place = self._stage.at(self._stage.nbytes - 8 * self._max_rows, 8 * count)
         found: list[Float32] = []
@@ -154,8 +152,9 @@ class Decoder:
 
         cost = self._modules.head_cost
         done = self._launch("head", cost, count, (), ((place,),), step.writing(head), after)
-        await self._engine.read(place, np.zeros(8 * count, dtype=np.uint8), [done])
-        return found[0] if found else None
+        into = np.zeros(8 * count, dtype=np.uint8)
+        await self._engine.read(place, into, [done])
+        return into.view(np.int64).tolist(), found[0] if found else None
 
     def _launch(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +72,7 @@ class Chosen:
     """Host rows that take part in a layer: per list their positions, ascending, and what is on its way to the GPU."""
 
     positions: list[Int64]
+    num_heads: int
     layout: Layout
     everything: bool
     """Every scanned row of every request was taken."""
@@ -81,7 +83,11 @@ class Chosen:
     prediction: Prediction | None = None
     """The query that the logits were taken with, where it was not the true one."""
 
-    def runs(self, heads: int) -> tuple[Int64, Int64, Int64]:
+    rows: Rows | None = None
+    """Operands of the chosen rows, once somebody has needed them."""
+
+    @cached_property
+    def runs(self) -> tuple[Int64, Int64, Int64]:
         """Runs of neighbouring rows, int64 (n, 3); the rows of each; and the first run of each list, (lists + 1,)."""
         which = np.repeat(np.arange(len(self.positions)), self.layout.host)
         positions = np.concatenate(self.positions)
@@ -89,7 +95,7 @@ class Chosen:
         new[1:] = (positions[1:] != positions[:-1] + 1) | (which[1:] != which[:-1])
         starts = np.flatnonzero(new)
         of_run = which[starts]
-        runs = np.stack((of_run // heads, of_run % heads, positions[starts]), axis=1)
+        runs = np.stack((of_run // self.num_heads, of_run % self.num_heads, positions[starts]), axis=1)
         borders = np.searchsorted(of_run, np.arange(len(self.positions) + 1))
         return runs, np.diff(np.append(starts, len(positions))), borders
 
@@ -156,25 +162,25 @@ class LogitsCalculator:
         gpu = np.repeat(gpu, heads)
         if not rows.any():
             nothing = np.empty(0, dtype=np.int64)
-            return Chosen([nothing] * len(gpu), Layout(np.zeros_like(gpu), gpu), True)
+            return Chosen([nothing] * len(gpu), heads, Layout(np.zeros_like(gpu), gpu), True)
         lengths = np.repeat(rows, heads)
         first = np.repeat([s.first * self._block for s in scans], heads).astype(np.int64)
         choosing = [s.wanted < n for s, n in zip(scans, rows.tolist(), strict=True)]
         if not sending and not any(choosing):
-            return Chosen(_stretches(first, lengths), Layout(lengths, gpu), True)
+            return Chosen(_stretches(first, lengths), heads, Layout(lengths, gpu), True)
         held = enumerate(zip(batch.requests, scans, strict=True))
         operand = join([self._scanned(r, layer, i, s) for i, (r, s) in held if s.last > s.first])
         scores = self._work.at("scores", layer, int(lengths.sum()) * shape.group * 4)
         done = self._logits(batch, operand.runs, queries, operand.keys, (scores,), [ready], SELECT)
         if not any(choosing):
-            return Chosen(_stretches(first, lengths), Layout(lengths, gpu), True, done)
+            return Chosen(_stretches(first, lengths), heads, Layout(lengths, gpu), True, done)
         best = await self._best(layer, batch, scans, lengths, first, choosing, done)
         positions = [
             np.arange(first[n], first[n] + lengths[n]) if n not in best else np.sort(best[n]) + first[n]
             for n in range(len(lengths))
         ]
         counts = np.array([len(p) for p in positions], dtype=np.int64)
-        return Chosen(positions, Layout(counts, gpu), False, done)
+        return Chosen(positions, heads, Layout(counts, gpu), False, done)
 
     async def _best(
         self,
@@ -220,7 +226,7 @@ class LogitsCalculator:
         scanned = np.repeat([(s.last - s.first) * self._block for s in scans], heads)
         first = np.repeat([s.first * self._block for s in scans], heads)
         begins = np.cumsum(scanned) - scanned - first
-        runs, counts, _ = chosen.runs(heads)
+        runs, counts, _ = chosen.runs
         region, base = self._work.place("scores", layer)
         at = base + (begins[runs[:, 0] * heads + runs[:, 1]] + runs[:, 2]) * item
         source = Segment(region, Spans(np.stack((at, counts * item), axis=1)))
@@ -278,13 +284,16 @@ class LogitsCalculator:
         return kept[layer][1]
 
     def _rows(self, layer: int, batch: Batch, chosen: Chosen) -> Rows:
+        if chosen.rows is not None:
+            return chosen.rows
         heads, parts = self._engine.shape.num_kv_heads, []
         for i, request in enumerate(batch.requests):
             mine = slice(i * heads, (i + 1) * heads)
             of_head = np.repeat(np.arange(heads), chosen.layout.host[mine])
             if len(of_head):
                 parts.append(request.blocks.single_rows(layer, of_head, np.concatenate(chosen.positions[mine]), i))
-        return join(parts)
+        chosen.rows = join(parts)
+        return chosen.rows
 
     def _logits(
         self,
@@ -373,7 +382,7 @@ class TokenConcatenator:
         )
         sent = np.empty((0, 2), dtype=np.int64)
         if chosen.layout.host.any():
-            runs, counts, of_list = chosen.runs(heads)
+            runs, counts, of_list = chosen.runs
             region, base = self._work.place(("keys arriving", "values arriving")[side], layer)
             sent = np.stack((base + (np.cumsum(counts) - counts) * row, counts * row), axis=1)
         ordered: list[Int64] = []

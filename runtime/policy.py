@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -314,6 +314,16 @@ def share_above_zero(policy: str, budget: Any) -> None:
     """Check the option `budget`. Raises ConfigurationError unless it is above 0 and at most 1."""
     if number(f"{policy}: budget", budget, 0, 1) == 0:
         raise ConfigurationError(f"{policy}: budget is 0; it must be above 0 and at most 1")
+
+
+def switched_off(kind: type[Policy], without: Any) -> frozenset[str]:
+    """The option `without` of a policy with mechanisms. Raises ConfigurationError unless it lists some of them."""
+    if isinstance(without, str) or not isinstance(without, Sequence):
+        raise ConfigurationError(f"{kind.name}: without is {without!r}; it must be a list of mechanisms")
+    for name in without:
+        if name not in kind.mechanisms:
+            raise ConfigurationError(f"{kind.name}: without {name!r}: {nearest(str(name), list(kind.mechanisms))}")
+    return frozenset(without)
 
 
 def check_options(kind: type[Policy], options: dict[str, Any]) -> None:

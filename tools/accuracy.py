@@ -24,6 +24,15 @@ PLATFORM = "hybridgen-a100-cxl"
 """A virtual platform with a GPU, two sockets and CXL memory, which all of the contexts fit."""
 
 
+Tasks = Annotated[
+    list[str] | None, typer.Option("--task", help="A task; repeatable. Default: every task that the model has.")
+]
+Cases = Annotated[int, typer.Option("--prompts", help="Cases of each task and context length.")]
+SubjectName = Annotated[
+    str, typer.Option("--model", help="recall (made by hand, up to 131072 tokens), or what `compare` takes.")
+]
+
+
 def accuracy(
     policy: Annotated[
         list[str] | None, typer.Option("--policy", help="A policy's name; repeatable. Default: every policy there is.")
@@ -37,15 +46,10 @@ def accuracy(
     context: Annotated[
         list[int] | None, typer.Option("--context", help="Tokens, answer included; repeatable. Default: 1024.")
     ] = None,
-    task: Annotated[
-        list[str] | None, typer.Option("--task", help="A task; repeatable. Default: every task that the model has.")
-    ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Cases of each task and context length.")] = 8,
+    task: Tasks = None,
+    prompts: Cases = 8,
     seed: options.Seed = 0,
-    model: Annotated[
-        str,
-        typer.Option("--model", help="recall (made by hand, up to 131072 tokens), or what `compare` takes."),
-    ] = "smollm2-135m",
+    model: SubjectName = "smollm2-135m",
     platform: options.PlatformName = PLATFORM,
     option: options.PolicyOptions = None,
     kv_dtype: options.KvDtype = "float32",

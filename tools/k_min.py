@@ -12,7 +12,7 @@ from rich.text import Text
 from tierloop.devices.platform import Platform
 from tierloop.runtime.manifest import manifest
 from tierloop.tools import options
-from tierloop.tools.accuracy import PLATFORM, subject_of
+from tierloop.tools.accuracy import PLATFORM, Cases, SubjectName, Tasks, subject_of
 from tierloop.tools.comparing import FAILED, escaped
 from tierloop.tools.console import progress, results, say
 
@@ -25,14 +25,10 @@ def k_min(
         float, typer.Option("--tolerance", help="How far below dense attention the mean score may be.")
     ] = 0.02,
     context: Annotated[int, typer.Option("--context", help="Tokens, answer included.")] = 1024,
-    task: Annotated[
-        list[str] | None, typer.Option("--task", help="A task; repeatable. Default: every task that the model has.")
-    ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", help="Cases of each task.")] = 8,
+    task: Tasks = None,
+    prompts: Cases = 8,
     seed: options.Seed = 0,
-    model: Annotated[
-        str, typer.Option("--model", help="recall (made by hand, up to 131072 tokens), or what `compare` takes.")
-    ] = "smollm2-135m",
+    model: SubjectName = "smollm2-135m",
     platform: options.PlatformName = PLATFORM,
     option: options.PolicyOptions = None,
     kv_dtype: options.KvDtype = "float32",

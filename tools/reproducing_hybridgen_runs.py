@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tierloop.runtime.logit_parallel import TRANSFER
-from tierloop.runtime.policies.hybridgen import ON_CPU, ON_GPU
+from tierloop.runtime.policies.hybridgen import times_of
 from tierloop.runtime.results import PolicyResult
 from tierloop.runtime.study import Observed, PhantomRun, Study
 from tierloop.tools.reproducing_hybridgen_constants import CONSTANTS, CORES
@@ -67,8 +66,8 @@ def regimes(platform: str = CONSTANTS.platform) -> dict[str, int]:
 
 def load(result: PolicyResult) -> float:
     """What HybridGen's scheduler looks at: (T_cpu + T_tx) / T_gpu; below 1 the host has slack."""
-    host = sum(result.stages.get(stage, 0) for stage in (*ON_CPU, TRANSFER))
-    return host / sum(result.stages.get(stage, 0) for stage in ON_GPU)
+    times = times_of(result.stages)
+    return (times.t_cpu_ns + times.t_tx_ns) / times.t_gpu_ns
 
 
 def provenance(*runs: Observed) -> str:

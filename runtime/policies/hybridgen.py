@@ -52,13 +52,12 @@ from tierloop.runtime.logit_parallel import (
     SLOTS,
     TRANSFER,
     Chosen,
-    Layout,
     LogitsCalculator,
     Scan,
     TokenConcatenator,
 )
 from tierloop.runtime.loop import Task
-from tierloop.runtime.policy import Batch, Prediction, Request, number, share_above_zero, whole_numbers
+from tierloop.runtime.policy import Batch, Prediction, Request, number, share_above_zero, switched_off, whole_numbers
 from tierloop.runtime.recent import RecentOnGpu
 from tierloop.runtime.workspace import Workspace
 
@@ -77,6 +76,12 @@ class _Pace:
     setting: Setting
     history: list[tuple[int, str, float]] = field(default_factory=list)
     """K, timing and load of each step."""
+
+
+def times_of(stage_ns: Mapping[str, int]) -> Times:
+    """Busy ns by stage as the feedback scheduler takes them."""
+    gpu, cpu = (sum(stage_ns.get(stage, 0) for stage in stages) for stages in (ON_GPU, ON_CPU))
+    return Times(gpu, cpu, stage_ns.get(TRANSFER, 0), 0)
 
 
 class HybridGen(RecentOnGpu):
@@ -109,7 +114,7 @@ class HybridGen(RecentOnGpu):
         every: int = 4,
         without: Sequence[str] = (),
     ) -> None:
-        self.without = _switched_off(without)
+        self.without = switched_off(type(self), without)
         for option, value, allowed in (
             ("scheduler", scheduler, KINDS),
             ("timing", timing, TIMINGS),
@@ -120,9 +125,15 @@ class HybridGen(RecentOnGpu):
                 raise ConfigurationError(f"hybridgen: {option} {value!r}: {nearest(str(value), list(allowed))}")
         share_above_zero(self.name, budget)
         whole_numbers(
-            self.name, {"k_min": (k_min, 1), "scan_tokens": (scan_tokens, 0), "predict_from": (predict_from, 0)}
+            self.name,
+            {
+                "k_min": (k_min, 1),
+                "scan_tokens": (scan_tokens, 0),
+                "predict_from": (predict_from, 0),
+                "seed": (seed, 0),
+                "every": (every, 1),
+            },
         )
-        whole_numbers(self.name, {"seed": (seed, 0)})
         for option, rows in (("k", k), ("k_max", k_max)):
             if rows is None:
                 continue
@@ -153,7 +164,6 @@ class HybridGen(RecentOnGpu):
         self._scheduler: Kind = "fixed" if "scheduler" in self.without or (budget == 1 and k is None) else scheduler
         for option, share in (("step", step), ("epsilon", epsilon), ("smoothing", smoothing)):
             number(f"hybridgen: {option}", share, 0)
-        whole_numbers(self.name, {"every": (every, 1)})
         self._reaction = {"step": step, "epsilon": epsilon, "smoothing": smoothing, "every": every}
         self._timing = timing
         self._scan_tokens = int(scan_tokens)
@@ -297,12 +307,11 @@ class HybridGen(RecentOnGpu):
         now = self.engine.stages.ns
         took = {stage: ns - before if ns >= (before := self._before.get(stage, 0)) else ns for stage, ns in now.items()}
         self._before = dict(now)
-        gpu, cpu = (sum(took.get(stage, 0) for stage in stages) for stages in (ON_GPU, ON_CPU))
+        times = times_of(took)
         for request in batch.requests:
             pace: _Pace = request.state["pace"]
             if pace.history:
                 rows = self.next_border(request, 0) * self.shape.block_tokens
-                times = Times(gpu, cpu, took.get(TRANSFER, 0), 0)
                 pace.setting = pace.scheduler.decide(times, min(rows, self._most(request)))
             pace.history.append((pace.setting.k, pace.setting.timing, pace.scheduler.load))
 
@@ -369,7 +378,7 @@ class HybridGen(RecentOnGpu):
                 count = min(round(self._noise * len(mine)), len(others))
                 kept = chance.choice(mine, len(mine) - count, replace=False)
                 positions[i * heads + head] = np.sort(np.append(kept, chance.choice(others, count, replace=False)))
-        return Chosen(positions, Layout(*chosen.layout), False, chosen.scanned)
+        return Chosen(positions, heads, chosen.layout, False, chosen.scanned)
 
     def _account(self, batch: Batch, scans: Sequence[Scan], chosen: Chosen) -> None:
         """Tell the oracle which rows are attended, and which logits come from a prediction."""
@@ -382,12 +391,3 @@ class HybridGen(RecentOnGpu):
             batch.attended_rows[i] = [np.concatenate((mine, own)) for mine in of_host]
             if chosen.prediction is not None:
                 batch.predicted[i] = of_host, chosen.prediction
-
-
-def _switched_off(without: Any) -> frozenset[str]:
-    if isinstance(without, str) or not isinstance(without, Sequence):
-        raise ConfigurationError(f"hybridgen: without is {without!r}; it must be a list of mechanisms")
-    for name in without:
-        if name not in HybridGen.mechanisms:
-            raise ConfigurationError(f"hybridgen: without {name!r}: {nearest(str(name), list(HybridGen.mechanisms))}")
-    return frozenset(without)

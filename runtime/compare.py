@@ -179,7 +179,7 @@ class _Run:
         loop, title = self._engine.loop, self._wanted.title
         report(title, 0, num_tokens)
         loop.run(self._decoder.adopt(request, prompt))
-        placement, scales = request.blocks.nbytes_by_memory(), request.blocks.scales
+        placement, scales = self._policy.placement(request), request.blocks.scales
         self._ledger.reset()
         self._engine.stages.reset()
         if self._trace is not None:

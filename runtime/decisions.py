@@ -38,11 +38,31 @@ class Question:
     k: int
 
 
+@dataclass(frozen=True)
+class Grouping:
+    """Which group does each candidate of a list belong to? One list for each KV head of one request.
+
+    Labels are int64 (lists, candidates), each from 0 to below `groups`. A list may leave groups empty.
+    """
+
+    label: str
+    layer: int
+    request: str
+    step: int
+    """Tokens that the request's layer holds when it is grouped."""
+    lists: int
+    candidates: int
+    groups: int
+
+
 class Decisions(Protocol):
     """Who answers; the default takes what was read."""
 
     def answer(self, question: Question, read: Int64 | None) -> Int64:
         """The answer; `read` is that of the devices, None in a phantom run."""
+
+    def group(self, grouping: Grouping, read: Int64 | None) -> Int64:
+        """The labels; `read` are those of the devices, None in a phantom run."""
 
 
 class AsRead:
@@ -52,4 +72,10 @@ class AsRead:
         """What was read. Raises RuntimeError in a phantom run, which has to be given decisions."""
         if read is None:
             raise RuntimeError(f"{question.label} of layer {question.layer}: a phantom run needs decisions")
+        return read
+
+    def group(self, grouping: Grouping, read: Int64 | None) -> Int64:
+        """What was read. Raises RuntimeError in a phantom run, which has to be given decisions."""
+        if read is None:
+            raise RuntimeError(f"{grouping.label} of layer {grouping.layer}: a phantom run needs decisions")
         return read

@@ -23,7 +23,7 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.states import Node, cover
 from tierloop.runtime.blocks import BlockTable, KVShape, Pool, Rows, TierTooSmall
-from tierloop.runtime.decisions import AsRead, Decisions, Question
+from tierloop.runtime.decisions import AsRead, Decisions, Grouping, Question
 from tierloop.runtime.key_scales import KeyScales
 from tierloop.runtime.loop import Loop
 from tierloop.runtime.stage_times import StageTimes
@@ -130,6 +130,17 @@ class Engine:
         self._regions.append(region)
         return region
 
+    def claim(self, memory: str, nbytes: int, what: str) -> Region:
+        """Like `scratch`. Raises TierTooSmall that says what was to come there."""
+        try:
+            return self.scratch(memory, nbytes)
+        except OutOfMemory as error:
+            info = self.platform.memory_owner(memory).info.memory(memory)
+            capacity = info.capacity if info else 0
+            raise TierTooSmall(
+                f"{memory} is too small: {nbytes:,} bytes are needed there for {what} (capacity {capacity:,} bytes)"
+            ) from error
+
     def table(self, max_tokens: int) -> BlockTable:
         """A block table for one request, with room for the scales of its keys where they are codes.
 
@@ -139,11 +150,7 @@ class Engine:
         if not shape.has_codes:
             return BlockTable(shape, max_tokens)
         size = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        memory, nbytes = self.dense.memory, KeyScales.nbytes(*size)
-        try:
-            region = self.scratch(memory, nbytes)
-        except OutOfMemory as error:
-            raise TierTooSmall(f"{memory} is too small: {nbytes} bytes are needed there for scales of keys") from error
+        region = self.claim(self.dense.memory, KeyScales.nbytes(*size), "scales of keys")
         return BlockTable(shape, max_tokens, KeyScales(*size, shape.dtype, region))
 
     def drop(self, region: Region) -> None:
@@ -244,6 +251,15 @@ class Engine:
         read = None if self.phantom else into.view(np.int64).reshape(shape)
         answer = self._decisions.answer(question, read)
         assert answer.shape == shape, "an answer has k entries for every list"
+        return answer
+
+    async def group(self, labels: Segment, grouping: Grouping, after: Sequence[Completion] = ()) -> Int64:
+        """How the devices have grouped candidates, read from `labels`, int64 (lists, candidates)."""
+        into = np.zeros(labels.spans.nbytes, dtype=np.uint8)
+        await self.stages.mark(self.read(labels, into, after), "decide")
+        shape = grouping.lists, grouping.candidates
+        answer = self._decisions.group(grouping, None if self.phantom else into.view(np.int64).reshape(shape))
+        assert answer.shape == shape, "every candidate of every list has a label"
         return answer
 
     def copy(self, source: Segment, target: Segment, after: Sequence[Completion] = ()) -> Completion:

@@ -156,7 +156,7 @@ class _Run:
             loop.run(self._decoder.adopt(request, _prefill(self._engine.shape, request.prompt_tokens)))
         placement: Counter[str] = Counter()
         for request in self._requests:
-            placement.update(request.blocks.nbytes_by_memory())
+            placement.update(self._policy.placement(request))
         loop.run(self._steps(self._load.warmup_steps))
         self._ledger.reset()
         self._engine.stages.reset()

@@ -176,6 +176,10 @@ class Policy:
             request.table = None
         request.state.clear()
 
+    def placement(self, request: Request) -> dict[str, int]:
+        """Bytes of the request's rows by memory, each copy of them counted."""
+        return request.blocks.nbytes_by_memory()
+
     def observe(self, completion: Completion) -> None:
         """A command of the platform has ended."""
 

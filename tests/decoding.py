@@ -93,7 +93,7 @@ def decode(
             requests.append(request)
         placement: dict[str, int] = {}
         for request in requests:
-            for memory, nbytes in request.blocks.nbytes_by_memory().items():
+            for memory, nbytes in made.placement(request).items():
                 placement[memory] = placement.get(memory, 0) + nbytes
         ledger.reset()
 

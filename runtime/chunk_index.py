@@ -158,6 +158,11 @@ class ChunkIndex:
         """The entries of the clusters, for each KV head: `positions` are numbers of entries."""
         return self._layers[layer].members
 
+    @property
+    def most_clusters(self) -> int:
+        """Clusters of a layer and KV head at the end of the request's life."""
+        return self._width
+
     def centroids(self, layer: int, first: int = 0, count: int | None = None) -> Segment:
         """Centroids [first, first + count) of a layer (default: all), float32, one span for each KV head."""
         row, heads = self._engine.shape.head_dim * 4, self._engine.shape.num_kv_heads

@@ -213,7 +213,9 @@ class EntryCache:
             return held.index.order(layer, first, last)
         return np.broadcast_to(np.arange(first, last), (len(self._heads), last - first))
 
-    def _write(self, slots: Slots, numbers: Int64, packed: Bytes | None, heads: Int64, entries: Int64) -> list[Completion]:
+    def _write(
+        self, slots: Slots, numbers: Int64, packed: Bytes | None, heads: Int64, entries: Int64
+    ) -> list[Completion]:
         if packed is None or not len(numbers):
             return []  # memories do not remember where a phantom run has written
         return [self._engine.write(places(slots, numbers), packed[heads, entries].reshape(-1))]
@@ -322,5 +324,5 @@ async def _ended(waiting: Completion | Task[None]) -> None:
     """Wait for the end of something whose failure somebody else has told."""
     try:
         await waiting
-    except Exception as error:  # noqa: BLE001  # whatever it was, the bytes are not touched any more
+    except Exception as error:  # whatever it was, the bytes are not touched any more
         del error

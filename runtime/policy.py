@@ -161,7 +161,11 @@ class Policy:
         if scales is None or self.engine.phantom:
             return []
         scales.measure(layer, keys)
-        return [self.engine.write(scales.place(layer), np.ascontiguousarray(scales.values[layer]).view(np.uint8).reshape(-1))]
+        return [
+            self.engine.write(
+                scales.place(layer), np.ascontiguousarray(scales.values[layer]).view(np.uint8).reshape(-1)
+            )
+        ]
 
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         """The prompt's last queries of one layer: float32 (n, q heads, head_dim)."""

@@ -74,6 +74,9 @@ class Tiers:
     archive: Archive | None
     work: Workspace
     traffic: Traffic = field(default_factory=Traffic)
+    """Of this step."""
+    prefetched: Traffic = field(default_factory=Traffic)
+    """Of this step, for layers whose query was only predicted."""
     missed: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     """Average of the entries that each (layer, head) read from the SSD in a step."""
     granted: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
@@ -94,7 +97,9 @@ class Fetch:
 
 def places(slots: Slots, numbers: Int64, offset: int = 0, nbytes: int | None = None) -> Segment:
     """`nbytes` (default: all) of the entries in these slots, from `offset` within each."""
-    return Segment(slots.region, Spans.equal(numbers * slots.nbytes + offset, slots.nbytes if nbytes is None else nbytes))
+    return Segment(
+        slots.region, Spans.equal(numbers * slots.nbytes + offset, slots.nbytes if nbytes is None else nbytes)
+    )
 
 
 class Synchroniser:
@@ -158,7 +163,9 @@ class Synchroniser:
 
     # -- fetching -------------------------------------------------------------------------------------------------
 
-    def fetch(self, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64, k: int) -> Fetch:
+    def fetch(
+        self, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64, k: int, traffic: Traffic
+    ) -> Fetch:
         """Start to bring entries into free slots of the GPU. All int64 (n,), sorted by head, then entry."""
         fetch = Fetch()
         if tiers.missed.size:
@@ -172,9 +179,10 @@ class Synchroniser:
             if near.any():
                 source, target = places(tiers.dram, held[near]), places(tiers.gpu, slots[near])
                 fetch.arriving.append(self._mark(self._engine.copy(source, target), TRANSFER))
-        tiers.traffic.from_dram += int(near.sum())
+        traffic.from_dram += int(near.sum())
         far = ~near
         if far.any():
+            traffic.from_ssd += int(far.sum())
             self._from_ssd(fetch, tiers, layer, heads[far], entries[far], slots[far], k)
         return fetch
 
@@ -182,7 +190,6 @@ class Synchroniser:
         self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64, k: int
     ) -> None:
         assert tiers.archive is not None, "without an SSD, DRAM holds every entry"
-        tiers.traffic.from_ssd += len(entries)
         tiers.missed[layer] += (1 - MEMORY_OF_MISSES) * np.bincount(heads, minlength=tiers.missed.shape[1])
         if self.mode in ("naive", "block-sparse"):
             self._in_blocks(fetch, tiers, layer, heads, entries, slots)
@@ -195,9 +202,7 @@ class Synchroniser:
             rest = ~pinned
             self._gathered(fetch, tiers, layer, heads[rest], entries[rest], slots[rest])
 
-    def _in_blocks(
-        self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64
-    ) -> None:
+    def _in_blocks(self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64) -> None:
         """Whole blocks on every hop, and the GPU takes the entries out of them."""
         engine, archive = self._engine, tiers.archive
         assert archive is not None
@@ -214,9 +219,7 @@ class Synchroniser:
         self._reads(tiers, "blocks", layer, [self._mark(unpacked, UNPACK)])
         fetch.arriving.append(unpacked)
 
-    def _gathered(
-        self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64
-    ) -> None:
+    def _gathered(self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64) -> None:
         """SSD → pageable memory → pinned buffer → GPU; DRAM keeps what fits."""
         archive = tiers.archive
         assert archive is not None
@@ -236,7 +239,8 @@ class Synchroniser:
     ) -> None:
         """SSD → the layer-head's own pinned buffer → GPU."""
         archive, engine = tiers.archive, self._engine
-        assert archive is not None and tiers.grants is not None
+        assert archive is not None
+        assert tiers.grants is not None
         number = int(tiers.granted[layer, head])
         heads = np.full(len(entries), head, dtype=np.int64)
         media = archive.media(layer, heads, entries)
@@ -270,13 +274,12 @@ class Synchroniser:
         done = self._engine.copy(source, pageable, self._readers(tiers, "pageable", layer))
         return self._mark(done, SSD), pageable
 
-    def _account(self, tiers: Tiers, media: Media) -> None:
+    @staticmethod
+    def _account(tiers: Tiers, media: Media) -> None:
         tiers.traffic.useful_nbytes += media.useful
         tiers.traffic.media_nbytes += media.media
 
-    def _gather(
-        self, source: Segment, target: Segment, after: Sequence[Completion], stage: str = GATHER
-    ) -> Completion:
+    def _gather(self, source: Segment, target: Segment, after: Sequence[Completion], stage: str = GATHER) -> Completion:
         assert self._lane is not None, "checked when the policy was made"
         return self._mark(self._engine.launch(self._lane, Gather(), ((source,),), ((target,),), after), stage)
 

@@ -46,7 +46,7 @@ from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Un
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
 from tierloop.runtime.blocks import K, V, join
-from tierloop.runtime.chunk_index import Chunking, ChunkIndex, importance, rank
+from tierloop.runtime.chunk_index import ChunkIndex, Chunking, importance, rank
 from tierloop.runtime.dtypes import from_bytes, keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape
@@ -88,13 +88,15 @@ class _Counts:
     hits: int = 0
     from_dram: int = 0
     from_ssd: int = 0
+    prefetched: int = 0
     evicted: int = 0
     useful_nbytes: int = 0
     media_nbytes: int = 0
     hit_rate: list[float] = field(default_factory=list)
 
-    def step(self, traffic: Traffic) -> None:
+    def step(self, traffic: Traffic, prefetched: Traffic) -> None:
         """A step is over: add what it did."""
+        self.prefetched += prefetched.from_dram + prefetched.from_ssd
         self.hits += traffic.hits
         self.from_dram += traffic.from_dram
         self.from_ssd += traffic.from_ssd
@@ -172,10 +174,14 @@ class KVDrive(Policy):
         for option, time in (("lookup_ns", lookup_ns), ("deadline_ms", deadline_ms)):
             number(f"kvdrive: {option}", time, 0)
         self._how = Chunking(
-            *(int(x) for x in (
-                chunk_tokens, sink_tokens, local_tokens, update_tokens, centroids, segment_chunks, iterations,
-            ))
-        )  # fmt: skip
+            int(chunk_tokens),
+            int(sink_tokens),
+            int(local_tokens),
+            int(update_tokens),
+            int(centroids),
+            int(segment_chunks),
+            int(iterations),
+        )
         self._budget = budget
         self._window = 0.0 if "window" in off else window
         self._sizes = None if sizes is None or {"sizing", "window"} & off else WindowSizes.load(Path(sizes))
@@ -238,8 +244,8 @@ class KVDrive(Policy):
         plan = self._plan(request)
         deepest = max(plan.k, int(plan.windows.max(initial=0)))
         wants = {
-            "scores": (self.engine.dense.memory, index.most_groups * shape.num_kv_heads * 4),
-            "indices": (self.engine.dense.memory, index.most_groups * shape.num_kv_heads * 8),
+            "scores": (self.engine.dense.memory, index.most_clusters * shape.num_kv_heads * 4),
+            "indices": (self.engine.dense.memory, index.most_clusters * shape.num_kv_heads * 8),
             "states": (self.engine.dense.memory, self.engine.state_nbytes(shape.num_kv_heads)),
         }
         if self._pipeline == "prefetch":
@@ -356,7 +362,10 @@ class KVDrive(Policy):
         part = _part(batch, first, last)
         before = batch.requests[:first]
         choices = await self._select(layer, part, before)
-        looked_up = sum(c.chosen.size + int(_held(r).tiers.window.held(layer).sum()) for r, c in zip(part.requests, choices, strict=True))
+        looked_up = sum(
+            c.chosen.size + int(_held(r).tiers.window.held(layer).sum())
+            for r, c in zip(part.requests, choices, strict=True)
+        )
         await self._lookup.take(looked_up, EVALUATE)
         fetches = []
         for request, choice in zip(part.requests, choices, strict=True):
@@ -390,9 +399,7 @@ class KVDrive(Policy):
                 held.after.append(task)
         return [merged]
 
-    async def _select(
-        self, layer: int, part: Batch, before: Sequence[Request], ahead: bool = False
-    ) -> list[_Choice]:
+    async def _select(self, layer: int, part: Batch, before: Sequence[Request], ahead: bool = False) -> list[_Choice]:
         """Rank the entries of each request by its query, the batch's or a predicted one's."""
         requests = part.requests
         indexes = [_held(r).index for r in requests]
@@ -405,7 +412,9 @@ class KVDrive(Policy):
                 everything = np.broadcast_to(everything, (self.shape.num_kv_heads, len(everything)))
                 choices.append(_Choice(everything, everything))
             return choices
-        wanted = [min(n, max(plan.k, int(plan.windows[layer].max(initial=0)))) for n, plan in zip(known, plans, strict=True)]
+        wanted = [
+            min(n, max(plan.k, int(plan.windows[layer].max(initial=0)))) for n, plan in zip(known, plans, strict=True)
+        ]
         suffix = " ahead" if ahead else ""
 
         def work(scores: int, indices: int) -> tuple[Segment, Segment]:
@@ -416,23 +425,22 @@ class KVDrive(Policy):
 
         names, step = tuple(r.name for r in requests), int(part.positions[0, 0])
         label = "prefetch" if ahead else "select"
-        ranked = await rank(
-            self.engine, layer, indexes, part.queries, part.ready, wanted, work, names, step, label
-        )
+        ranked = await rank(self.engine, layer, indexes, part.queries, part.ready, wanted, work, names, step, label)
         return [_Choice(each[:, : plan.k], each) for each, plan in zip(ranked, plans, strict=True)]
 
-    async def _fetch(self, request: Request, layer: int, step: int, chosen: Int64) -> Fetch:
+    async def _fetch(self, request: Request, layer: int, step: int, chosen: Int64, ahead: bool = False) -> Fetch:
         """Start to bring what a layer lacks of its chosen entries; they are in its window from now on."""
         held = _held(request)
         tiers = held.tiers
+        traffic = tiers.prefetched if ahead else tiers.traffic
         heads, entries = tiers.window.missing(layer, chosen)
-        tiers.traffic.hits += chosen.size - len(entries)
+        traffic.hits += chosen.size - len(entries)
         slots = await self._cache.room(held, len(entries))
         tiers.window.admit(layer, heads, entries, slots, step)
         if request.failure is not None:
             return Fetch()  # its bytes do not matter any more
         try:
-            return self._synchroniser.fetch(tiers, layer, heads, entries, slots, held.plan.k)
+            return self._synchroniser.fetch(tiers, layer, heads, entries, slots, held.plan.k, traffic)
         except DeviceError as error:
             request.failure = error
             return Fetch()
@@ -499,15 +507,15 @@ class KVDrive(Policy):
             index.extend(layer, last, (keys,), [appended])
         if layer == self.shape.num_layers - 1:
             self._synchroniser.balance(tiers, plan.k)
-            self._counts[request.name].step(tiers.traffic)
-            tiers.traffic = Traffic()
+            self._counts[request.name].step(tiers.traffic, tiers.prefetched)
+            tiers.traffic, tiers.prefetched = Traffic(), Traffic()
 
     async def _prefetch(self, layer: int, batch: Batch, target: Segment, prediction: Prediction) -> None:
         """Fetch what a predicted query would choose of a layer that comes next."""
         predicted = replace(batch, queries=target, ready=prediction.ready)
         choices = await self._select(layer, predicted, (), ahead=True)
         for request, choice, position in zip(batch.requests, choices, batch.positions[:, 0].tolist(), strict=True):
-            _held(request).early[layer] = await self._fetch(request, layer, position, choice.chosen)
+            _held(request).early[layer] = await self._fetch(request, layer, position, choice.chosen, ahead=True)
 
     async def _by_importance(self, request: Request, layer: int, queries: NDArray[np.float32], wanted: int) -> Int64:
         """Entries that the prompt's last queries attend most, best first."""
@@ -516,11 +524,16 @@ class KVDrive(Policy):
         rows: NDArray[np.float32] | None = None
         if keys is not None:
             heads, count, _ = keys.shape
-            rows = from_bytes(
-                np.ascontiguousarray(keys[:, :, : self._entries.offset(V)]), self.shape.dtype
-            ).reshape(heads, count * self._entries.tokens, -1)[:, : int(request.blocks.length[layer])]
+            rows = from_bytes(np.ascontiguousarray(keys[:, :, : self._entries.offset(V)]), self.shape.dtype).reshape(
+                heads, count * self._entries.tokens, -1
+            )[:, : int(request.blocks.length[layer])]
         last = queries[-self._warm_up :]
-        return await importance(self.engine, layer, held.index, last, rows, wanted, request.name, self._space_of_one)
+        scale = self.shape.head_dim**-0.5
+
+        def work(scores: int, indices: int) -> tuple[Segment, Segment]:
+            return self._space("scores", layer, (), scores), self._space("indices", layer, (), indices)
+
+        return await importance(self.engine, layer, held.index, last, rows, scale, wanted, work)
 
     # -- space, reports -------------------------------------------------------------------------------------------
 
@@ -554,7 +567,9 @@ class _Lookup:
         self._lane = self.engine.runner("dense", self.engine.host)
         self._nbytes_per_ns = 0.0
         if self._lane is not None:
-            times = [self._lane.device.estimate(self._command(n), self._lane.queue).duration_ns for n in (1 << 20, 1 << 24)]
+            times = [
+                self._lane.device.estimate(self._command(n), self._lane.queue).duration_ns for n in (1 << 20, 1 << 24)
+            ]
             if times[1] > times[0]:
                 self._nbytes_per_ns = ((1 << 24) - (1 << 20)) / (times[1] - times[0])
 

@@ -151,7 +151,8 @@ def _of(table: Int64, sizes: Int64) -> Int64:
 def _cheapest(costs: Int64, benefits: Int64) -> Int64:
     """Each item's cheapest size; of several the one that brings most."""
     cheap = costs == costs.min(axis=1, keepdims=True)
-    return np.where(cheap, benefits, benefits.min() - 1).argmax(axis=1).astype(np.int64)
+    sizes: Int64 = np.where(cheap, benefits, benefits.min() - 1).argmax(axis=1)
+    return sizes
 
 
 def _hull_steps(item: int, costs: Int64, benefits: Int64, base: int) -> list[tuple[float, int, int]]:

@@ -261,11 +261,12 @@ class KVDrive(Policy):
         shape, entries = self.shape, self._entries
         most = entries.count(request.max_tokens)
         k = most if self._budget == 1 else min(max(ceil(self._budget * request.max_tokens / entries.tokens), 1), most)
-        each = (shape.num_layers, shape.num_kv_heads)
+        each = shape.num_layers, shape.num_kv_heads
         if self._sizes is None:
             windows = np.full(each, min(round(self._window * k), most), dtype=np.int64)
         else:
-            windows = np.minimum(self._sizes.capacity(*each, k), most)
+            self._sizes.check(*each)
+            windows = np.minimum(self._sizes.capacity(k), most)
         cached = most if self._dram_share == 1 else ceil(self._dram_share * most)
         moving = k * (2 if self._pipeline == "prefetch" else 1)
         return Plan(

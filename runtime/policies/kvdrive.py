@@ -500,7 +500,7 @@ class KVDrive(Policy):
             await self._unless_failed(request, done)
             if tiers.dram is not None and tiers.cache is not None:
                 tiers.cache.admit(layer, heads, entries, numbers, step)
-        if tiers.dram is not None and tiers.cache is not None and plan.cached < held.most:
+        if tiers.dram is not None and tiers.cache is not None:
             tiers.dram.give(tiers.cache.evict(layer, choice.ranked, plan.k, step))
         last = index.due(layer, int(request.blocks.length[layer]))
         if last > index.end(layer) and request.failure is None:
@@ -543,14 +543,7 @@ class KVDrive(Policy):
         return self._work.at(use, layer, nbytes, sum(r.state["wants"][use][1] for r in before))
 
     def placement(self, request: Request) -> dict[str, int]:
-        tiers = _held(request).tiers
-        found: dict[str, int] = {}
-        for slots in (tiers.gpu, tiers.dram):
-            if slots is not None:
-                found[slots.memory] = found.get(slots.memory, 0) + (slots.count - slots.free) * slots.nbytes
-        if tiers.archive is not None:
-            found[tiers.archive.memory] = tiers.archive.nbytes
-        return found
+        return _held(request).placement()
 
     def report(self) -> dict[str, Any]:
         """For each request: where chosen entries were found, evictions, bytes read from the SSD, hit rate by step."""

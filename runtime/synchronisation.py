@@ -29,7 +29,8 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.archive import Archive, Media
+from tierloop.runtime.archive import Archive
+from tierloop.runtime.archive_layout import Media
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape, Slots
 from tierloop.runtime.windows import Windows
@@ -73,6 +74,8 @@ class Tiers:
     cache: Windows | None
     """Who is in DRAM; None where it has a slot for every entry, or none at all."""
     archive: Archive | None
+    first: int
+    """The first entry that the archive has."""
     work: Workspace
     traffic: Traffic = field(default_factory=Traffic)
     """Of this step."""
@@ -86,15 +89,14 @@ class Tiers:
     readers: dict[tuple[str, int], list[Completion]] = field(default_factory=dict)
     """Who reads the bytes of each buffer last: whatever is written there comes after it."""
 
-
     def in_dram(self, layer: int, heads: Int64, entries: Int64) -> Int64:
         """DRAM's slots of entries, −1 where it does not hold them. All int64 (n,)."""
         if self.dram is None:
             return np.full(len(entries), -1, dtype=np.int64)
         if self.cache is not None:
-            return self.cache.slots[layer, heads, entries].astype(np.int64)
+            return np.asarray(self.cache.slots[layer, heads, entries], dtype=np.int64)
         _, num_heads, most = self.window.slots.shape
-        return (layer * num_heads + heads) * most + entries
+        return np.asarray((layer * num_heads + heads) * most + entries, dtype=np.int64)
 
 
 @dataclass
@@ -137,7 +139,7 @@ class Synchroniser:
         host, gpu, heads = self._engine.host, self._engine.dense.memory, self._entries.shape.num_kv_heads
         blocks = heads * self.most_media(k, archive)
         if self.mode == "naive":
-            blocks = max(archive.segment_nbytes, 1)
+            blocks = heads * archive.geometry.segment_nbytes
         wants = {"pageable": (host, blocks), "pinned": (host, heads * k * self._entries.nbytes)}
         if self.mode in ("naive", "block-sparse"):
             wants |= {"pinned": (host, blocks), "blocks": (gpu, blocks)}
@@ -145,7 +147,7 @@ class Synchroniser:
 
     def most_media(self, k: int, archive: Archive) -> int:
         """The most bytes of the medium that hold `k` entries of a layer-head."""
-        return k * (-(-(self._entries.nbytes - 1) // archive.grid) + 1) * archive.grid
+        return k * (-(-(self._entries.nbytes - 1) // archive.geometry.grid) + 1) * archive.geometry.grid
 
     def grant(self, tiers: Tiers, k: int, num_layers: int) -> None:
         """Take a request's pinned buffers; nobody has one before `balance`. Raises TierTooSmall."""
@@ -215,7 +217,11 @@ class Synchroniser:
         """Whole blocks on every hop, and the GPU takes the entries out of them."""
         engine, archive = self._engine, tiers.archive
         assert archive is not None
-        media = archive.media(layer, heads, entries, whole=self.mode == "naive")
+        media = archive.media(layer, heads, entries)
+        if self.mode == "naive":
+            everything = archive.segment_of(layer)
+            at = everything.offset[heads * archive.count(layer) + entries - tiers.first]
+            media = everything._replace(offset=at, useful=media.useful)
         read, pageable = self._read(tiers, layer, media)
         pinned = tiers.work.at("pinned", layer, media.media)
         moved = self._gather(pageable, pinned, [read, *self._readers(tiers, "pinned", layer)])

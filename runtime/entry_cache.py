@@ -189,7 +189,7 @@ class EntryCache:
     # -- the prompt -----------------------------------------------------------------------------------------------
 
     def pack(self, keys: Bytes, values: Bytes) -> Bytes:
-        """Stored rows uint8 (heads, tokens, row bytes) of both sides as entries (heads, entries, nbytes), padded by 0."""
+        """Stored rows uint8 (heads, tokens, row bytes) of both sides as entries (heads, entries, nbytes), 0 padded."""
         heads, count, _ = keys.shape
         full = self.entries.count(count) * self.entries.tokens
         sides = []

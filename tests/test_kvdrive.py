@@ -214,7 +214,7 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
 
 def test_a_window_that_does_not_fit_says_how_much_would() -> None:
     with pytest.raises(TierTooSmall, match=r"emu:gpu is too small.*windows of \d+\.\d+ × \d+ entries would fit"):
-        kvdrive(window=4.0, overrides={"devices.gpu.capacity": 400_000})
+        kvdrive(window=4.0, overrides={"devices.gpu.capacity": 300_000})
 
 
 def test_a_drive_that_is_too_small_is_refused_with_what_it_needs() -> None:

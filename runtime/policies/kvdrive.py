@@ -203,7 +203,7 @@ class KVDrive(Policy):
         mode = "block-sparse" if "synchronisation" in off else synchronisation
         self._synchroniser = Synchroniser(engine, self._entries, mode, float(pinned_share))  # type: ignore[arg-type]  # checked above
         if self._persistent is not None:
-            self._synchroniser.check()
+            self._synchroniser.check(self._persistent)
         self._cache = EntryCache(engine, self._entries, self._synchroniser)
         self._attends = self._runs("attend", "merge", "score", "topk", "cluster")
         self._work = Workspace(engine, LAYERS_UNDER_WAY)

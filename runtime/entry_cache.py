@@ -334,7 +334,7 @@ class EntryCache:
             target = Segment(staged.region, Spans.equal(offsets, self.entries.nbytes))
             copied = engine.stages.mark(engine.copy(places(tiers.gpu, numbers), target, before), PERSIST)
             done = tiers.archive.take(layer, order, staged, [copied])
-            held.persisting[layer % LAYERS_UNDER_WAY] = engine.stages.mark(done, PERSIST)
+            held.persisting[layer % LAYERS_UNDER_WAY] = tiers.writing[layer] = engine.stages.mark(done, PERSIST)
             copies.append(copied)
         if tiers.dram is not None and tiers.cache is None:
             heads, entries = np.repeat(self._heads, last - first), order.reshape(-1)

@@ -87,6 +87,8 @@ class Tiers:
     granted: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     """Number of the pinned buffer that each (layer, head) has; −1: none."""
     grants: Region | None = None
+    writing: dict[int, Completion] = field(default_factory=dict)
+    """By layer: the last write of entries to the SSD."""
     readers: dict[tuple[str, int], list[Completion]] = field(default_factory=dict)
     """Who reads the bytes of each buffer last: whatever is written there comes after it."""
 
@@ -272,7 +274,7 @@ class Synchroniser:
             keys.append(("grant", number))
         source = Segment(archive.region, Spans(np.concatenate(spans)))
         target = Segment(tiers.grants, Spans(np.array(buffers, dtype=np.int64)))
-        read = self._submit_read(source, target, [c for key in keys for c in tiers.readers.get(key, [])])
+        read = self._submit_read(tiers, layer, source, target, [c for key in keys for c in tiers.readers.get(key, [])])
         held = Segment(tiers.grants, Spans.equal(np.concatenate(offsets), self._entries.nbytes))
         sent = self._mark(self._engine.copy(held, places(tiers.gpu, slots), [read]), TRANSFER)
         fetch.arriving.append(sent)
@@ -297,10 +299,14 @@ class Synchroniser:
         pageable = tiers.work.at("pageable", layer, media.media)
         self._account(tiers, media)
         source = Segment(media.region, media.spans)
-        return self._submit_read(source, pageable, self._readers(tiers, "pageable", layer)), pageable
+        return self._submit_read(tiers, layer, source, pageable, self._readers(tiers, "pageable", layer)), pageable
 
-    def _submit_read(self, source: Segment, target: Segment, after: Sequence[Completion]) -> Completion:
+    def _submit_read(
+        self, tiers: Tiers, layer: int, source: Segment, target: Segment, readers: Sequence[Completion]
+    ) -> Completion:
         """Read from the SSD; its queues take turns, since one queue has one command under way."""
+        written = tiers.writing.get(layer)
+        after = readers if written is None else [*readers, written]
         lane = self._engine.mover(source.region.memory, target.region.memory)
         assert lane is not None, "checked when the policy was made"
         self._turn += 1

@@ -158,7 +158,7 @@ class Catalogue:
         begins = [offset for offset, _ in sorted(taken)[1:]]
         for begin, end in zip(ends, [*begins, info.capacity // self._block * self._block], strict=True):
             if end > begin:
-                with suppress(Busy):
+                with suppress(Busy, OutOfMemory):
                     self._device.free(self.keeper.adopt(begin, end - begin))
 
     # -- on the medium --------------------------------------------------------------------------------------------

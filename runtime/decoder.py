@@ -72,16 +72,21 @@ class Decoder:
     async def step(self, requests: Sequence[Request], q_len: int = 1) -> list[int]:
         """Run the last `q_len` tokens of each request through the model; returns the next token of each, appended.
 
-        Where there are no numbers (a phantom run) every next token is 0.
+        Where there are no numbers (a phantom run) every next token is 0. A request that failed (`Request.failure`)
+        keeps its tokens, and is to be released; the others go on. Raises its failure where no other is left.
         """
         tokens, _ = await self._step(list(requests), q_len)
         for request, token in zip(requests, tokens, strict=True):
-            request.tokens.append(token)
+            if request.failure is None:
+                request.tokens.append(token)
         return tokens
 
     async def score(self, requests: Sequence[Request], targets: Sequence[int]) -> list[float]:
         """A step in which the next tokens are given: appends them, returns their log probabilities (natural)."""
         _, logits = await self._step(list(requests), 1)
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure
         assert logits is not None, "a phantom run has no probabilities"
         for request, target in zip(requests, targets, strict=True):
             request.tokens.append(target)
@@ -97,7 +102,10 @@ class Decoder:
             ended.append(await self._layer(layer, step, ended[-1]))
             for completion in ended[-LAYERS_AHEAD - 1]:
                 await completion
-        return await self._head(step, ended[-1])
+        found = await self._head(step, ended[-1])
+        if all(request.failure is not None for request in requests):
+            raise requests[0].failure or AssertionError
+        return found
 
     async def _layer(self, layer: int, step: _Step, after: list[Completion]) -> list[Completion]:
         queries, keys, values, output = self._segments(layer, step.rows)

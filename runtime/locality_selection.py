@@ -4,16 +4,20 @@ Questions may have any context length, k and unit. From a list's last answer who
 `persistence`; the rest is drawn as runs of geometric length that begin where `positions` says. Answers depend on the
 seed, the question and the answer before it alone, and a list's are best first: what was kept, in its old order, then
 what is new, in the order of drawing. 2,048 of 2²⁰ rows for 40 lists take 12 to 18 ms of one core.
+
+Groups are equal and strided, in every layer and list: neighbours are in different ones. So the rows of a few groups are
+scattered over the context, as those of clusters are; that clusters differ in size is left out.
 """
 
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.runtime.decisions import Question
+from tierloop.runtime.decisions import Grouping, Question
 from tierloop.runtime.locality import PARTS, LocalityModel
 
 Int64 = NDArray[np.int64]
@@ -61,6 +65,10 @@ class LocalitySelection:
         self._last[key] = (picks, question.first.copy(), question.unit)
         return picks.answer.copy()
 
+    def group(self, grouping: Grouping, read: Int64 | None) -> Int64:
+        """Candidate j of every list belongs to group j modulo `groups`. int64 (lists, candidates), not writeable."""
+        return strided_groups(grouping)
+
     def beyond(self, model: str | None, longest: int) -> list[str]:
         """Why answers are extrapolated, where they are: for a model by name and prompts of so many tokens."""
         if not self.asked:
@@ -70,6 +78,18 @@ class LocalitySelection:
         if longest > self.model.longest:
             reasons.append(f"locality was fitted to prompts of at most {self.model.longest:,} tokens")
         return reasons
+
+
+def strided_groups(grouping: Grouping) -> Int64:
+    """Equal groups of which neighbours never belong to one. int64 (lists, candidates), one row of memory in all."""
+    return np.broadcast_to(_strided(grouping.candidates, grouping.groups), (grouping.lists, grouping.candidates))
+
+
+@lru_cache(maxsize=8)
+def _strided(candidates: int, groups: int) -> Int64:
+    labels = np.arange(candidates, dtype=np.int64) % max(groups, 1)
+    labels.flags.writeable = False
+    return labels
 
 
 def _cumulative(positions: tuple[float, ...], question: Question) -> NDArray[np.float64]:

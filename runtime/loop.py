@@ -52,10 +52,10 @@ class Task(Generic[T]):
             yield self
         return self.result()
 
-    def advance(self) -> Completion | Task[Any] | None:
+    def advance(self) -> Completion | Task[Any] | Alarm | None:
         """Run until the next await; returns what it waits for, None when it has ended."""
         try:
-            waiting: Completion | Task[Any] = self._coroutine.send(None)
+            waiting: Completion | Task[Any] | Alarm = self._coroutine.send(None)
             return waiting
         except StopIteration as stop:
             self._value = stop.value
@@ -72,6 +72,32 @@ class Task(Generic[T]):
         if not self.done:
             self._coroutine.close()
             self.done = True
+
+
+class Alarm:
+    """Something to await that somebody rings; ringing again does nothing."""
+
+    def __init__(self) -> None:
+        self._rung = False
+        self._followers: list[Callable[[Alarm], None]] = []
+
+    def ring(self) -> None:
+        """Wake whoever waits."""
+        self._rung = True
+        followers, self._followers = self._followers, []
+        for call in followers:
+            call(self)
+
+    def on_done(self, call: Callable[[Alarm], None]) -> None:
+        """Call back when it rings; at once if it has."""
+        if self._rung:
+            call(self)
+        else:
+            self._followers.append(call)
+
+    def __await__(self) -> Generator[Alarm, None, None]:
+        if not self._rung:
+            yield self
 
 
 class Loop:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.errors import ConfigurationError, DeviceError, nearest
 from tierloop.devices.kernels.contract import CODE_RANGE, Append, Codes, Quantize
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
@@ -52,6 +52,8 @@ class Request:
     prompt_tokens: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     table: BlockTable | None = None
+    failure: DeviceError | None = None
+    """What ended this request alone, in the middle of a step; its tokens are those from before."""
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prompt_tokens or len(self.tokens)
@@ -147,15 +149,23 @@ class Policy:
                     if len(blocks):
                         table.put(layer, side, head, blocks, pool)
         table.length[layer] = count
-        writes = []
-        if table.scales is not None and not self.engine.phantom:
-            table.scales.measure(layer, keys)
-            scales = np.ascontiguousarray(table.scales.values[layer]).view(np.uint8).reshape(-1)
-            writes.append(self.engine.write(table.scales.place(layer), scales))
+        writes = self.measure(request, layer, keys)
         writes += [w for side, rows in ((K, keys), (V, values)) for w in self._write_rows(request, layer, side, rows)]
         for completion in writes:
             await completion
         table.seal(layer)
+
+    def measure(self, request: Request, layer: int, keys: NDArray[np.float32]) -> list[Completion]:
+        """Where keys are codes, take their scales from the prompt's keys and store them with the modules."""
+        scales = request.blocks.scales
+        if scales is None or self.engine.phantom:
+            return []
+        scales.measure(layer, keys)
+        return [
+            self.engine.write(
+                scales.place(layer), np.ascontiguousarray(scales.values[layer]).view(np.uint8).reshape(-1)
+            )
+        ]
 
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         """The prompt's last queries of one layer: float32 (n, q heads, head_dim)."""

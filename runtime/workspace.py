@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tierloop.devices.errors import OutOfMemory
 from tierloop.devices.regions import Region, Segment
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.engine import Engine
@@ -63,6 +62,13 @@ class Workspace:
                 self.engine.drop(use.region)
                 use.region, use.each = None, 0
 
+    def close(self) -> None:
+        """Give all space back, whoever has reserved it."""
+        for use in self._uses.values():
+            if use.region is not None:
+                self.engine.drop(use.region)
+        self._uses.clear()
+
     def at(self, name: str, layer: int, nbytes: int, offset: int = 0) -> Segment:
         """The first bytes of a layer's place, from `offset` on."""
         region, start = self.place(name, layer)
@@ -76,9 +82,4 @@ class Workspace:
         return use.region, layer % self.slots * use.each
 
     def _take(self, name: str, memory: str, nbytes: int) -> Region:
-        try:
-            return self.engine.scratch(memory, nbytes * self.slots)
-        except OutOfMemory as error:
-            raise TierTooSmall(
-                f"{memory} is too small: {self.slots} × {nbytes} bytes are needed there for {name}"
-            ) from error
+        return self.engine.claim(memory, nbytes * self.slots, name)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.blocks import KVShape
-from tierloop.runtime.decisions import Question
+from tierloop.runtime.decisions import Grouping, Question
 from tierloop.runtime.locality import FOLDER, PARTS, LayerLocality, LocalityModel, find_locality, fit_locality
 from tierloop.runtime.locality_selection import LocalitySelection
 from tierloop.runtime.selection import Origin, RecordedSelection, SelectionRecord
@@ -57,6 +57,9 @@ def test_what_chance_does_is_not_taken_for_locality() -> None:
         def answer(self, asked: Question, read: Int64 | None) -> Int64:
             random = np.random.default_rng(asked.step)
             return np.stack([random.permutation(n)[: asked.k] for n in asked.lengths.tolist()])
+
+        def group(self, grouping: Grouping, read: Int64 | None) -> Int64:
+            return np.zeros((grouping.lists, grouping.candidates), dtype=np.int64)
 
     (fitted,) = fit_locality([record(Chance(), 40, 1000, 300)]).layers
     assert fitted is not None
@@ -215,3 +218,11 @@ def test_answers_for_another_model_or_a_longer_prompt_are_called_extrapolated() 
     assert selection.beyond("m", 100) == []
     reasons = selection.beyond("other", 101)
     assert [r.split(" of ")[0] for r in reasons] == ["the selection has the locality", "locality was fitted to prompts"]
+
+
+def test_groups_are_equal_and_neighbours_are_never_in_one() -> None:
+    labels = LocalitySelection(one_layer(0.5, 1), 1).group(Grouping("clusters r", 0, "r", 50, 3, 100, 7), None)
+    assert labels.shape == (3, 100)
+    assert set(np.bincount(labels[0]).tolist()) == {14, 15}
+    assert (np.diff(labels) != 0).all()
+    assert (labels == labels[0]).all()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.blocks import KVShape
-from tierloop.runtime.decisions import Question
+from tierloop.runtime.decisions import Grouping, Question
 from tierloop.runtime.model_shapes import ShapeStages, find_model
 from tierloop.runtime.selection import Origin, RecordedSelection, ReplayedSelection, SelectionRecord
 
@@ -53,8 +53,21 @@ def answer_of(asked: Question, seed: int = 0) -> NDArray[np.int64]:
     return answer
 
 
+def grouping(step: int = 99, layer: int = 0, name: str = "a", groups: int = 4) -> Grouping:
+    return Grouping(f"clusters {name}", layer, name, step, 3, 7, groups)
+
+
+def labels_of(asked: Grouping) -> NDArray[np.int64]:
+    random = np.random.default_rng((asked.step, asked.layer, len(asked.request)))
+    return random.integers(0, asked.groups, (asked.lists, asked.candidates))
+
+
 def recorded() -> SelectionRecord:
     selection = RecordedSelection(ORIGIN)
+    for name in ("a", "bb"):
+        for layer in (0, 1):
+            taken = selection.group(grouping(layer=layer, name=name), labels_of(grouping(layer=layer, name=name)))
+            assert np.array_equal(taken, labels_of(grouping(layer=layer, name=name)))
     for step in (100, 101):
         for layer in (0, 1):
             asked = question(step, layer)
@@ -81,6 +94,11 @@ def test_a_record_comes_back_from_its_file_as_it_was(file: Path) -> None:
         assert np.array_equal(mine.lengths, theirs.lengths)
         assert np.array_equal(mine.first, theirs.first)
         assert mine.unit == theirs.unit
+    assert list(loaded.groups) == list(kept.groups)
+    assert len(kept.groups) == 4
+    for held, read in zip(kept.groups.values(), loaded.groups.values(), strict=True):
+        assert np.array_equal(held.labels, read.labels)
+        assert held.groups == read.groups == 4
     again = file.with_name("again.npz")
     loaded.save(again)
     assert again.read_bytes() == file.read_bytes()
@@ -126,6 +144,38 @@ def test_a_question_is_answered_as_often_as_it_was_recorded() -> None:
     replayed.answer(question(), None)
     with pytest.raises(ConfigurationError, match="no answer for topk"):
         replayed.answer(question(), None)
+
+
+@pytest.mark.parametrize("names", [("a", "bb"), ("request0", "request1"), ("row 1", "1")])
+def test_a_replay_groups_as_it_was_recorded_whatever_the_requests_are_called(
+    file: Path, names: tuple[str, str]
+) -> None:
+    replayed = ReplayedSelection(SelectionRecord.load(file))
+    for name, then in zip(names, ("a", "bb"), strict=True):
+        for layer in (1, 0):
+            labels = replayed.group(grouping(layer=layer, name=name), None)
+            assert labels.dtype == np.int64
+            assert np.array_equal(labels, labels_of(grouping(layer=layer, name=then)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (grouping(98), "no groups for clusters a, layer 0, position 98"),
+        (grouping(layer=2), "no groups for clusters a, layer 2"),
+        (grouping(groups=5), r"has \(3, 7, 4\) \(lists, candidates, groups\) for clusters a.*not \(3, 7, 5\)"),
+        (replace(grouping(), candidates=8), r"and not \(3, 8, 4\)"),
+        (replace(grouping(), label="others a"), "no groups for others a"),
+    ],
+)
+def test_what_was_not_grouped_then_is_not_grouped(asked: Grouping, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ReplayedSelection(recorded()).group(asked, None)
+
+
+def test_nobody_groups_where_nothing_is_read() -> None:
+    with pytest.raises(ConfigurationError, match="clusters a: a phantom run reads nothing"):
+        RecordedSelection(ORIGIN).group(grouping(), None)
 
 
 RIGHT: dict[str, Any] = {
@@ -176,11 +226,13 @@ def changed(header: NDArray[Any], **changes: Any) -> NDArray[Any]:
     return np.frombuffer(json.dumps(table).encode(), dtype=np.uint8)
 
 
-def with_entry(place: tuple[int, int], value: int) -> Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]:
+def with_entry(
+    place: tuple[int, int], value: int, name: str = "entries"
+) -> Callable[[dict[str, NDArray[Any]]], dict[str, NDArray[Any]]]:
     def change(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        entries = arrays["entries"].copy()
+        entries = arrays[name].copy()
         entries[place] = value
-        return arrays | {"entries": entries}
+        return arrays | {name: entries}
 
     return change
 
@@ -210,10 +262,21 @@ def with_header(**changes: Any) -> Callable[[dict[str, NDArray[Any]]], dict[str,
         (with_entry((0, 3), 1 << 30), "more lists or answers than there are"),
         (with_entry((0, 5), 0), "a unit of 0"),
         (with_entry((1, 6), 5), "counts of entries"),
+        (with_entry((0, 4), 1 << 20), "more lists or answers than there are"),
+        (lambda a: a | {"groupings": a["groupings"][:, :5]}, r"it must be \(n, 6\)"),
+        (lambda a: a | {"groupings": -a["groupings"]}, "groupings has numbers below 0"),
+        (with_entry((0, 0), 1 << 50, "groupings"), "groupings has numbers below 0 or beyond reason"),
+        (with_entry((1, 2), 5, "groupings"), "groupings names a label that the header has not"),
+        (with_entry((1, 3), 1 << 39, "groupings"), "more candidates than there are in grouped"),
+        (with_entry((1, 4), 60, "groupings"), "more candidates than there are in grouped"),
+        (with_entry((1, 4), 8, "groupings"), "the counts of groupings are not those of grouped"),
+        (with_entry((1, 5), 2, "groupings"), "grouped of step 99, layer 1 names groups that there are not"),
+        (lambda a: a | {"grouped": a["grouped"] - 4}, "names groups that there are not"),
+        (lambda a: a | {"grouped": a["grouped"].astype(np.int64)}, "grouped is int64 of 1 dimensions"),
         (lambda a: a | {"header": np.frombuffer(b"\xff{", dtype=np.uint8)}, "header is no JSON"),
         (lambda a: a | {"header": np.frombuffer(b"[" * 99_999, dtype=np.uint8)}, "header is no JSON"),
         (lambda a: a | {"header": np.frombuffer(b"[]", dtype=np.uint8)}, "does not say tierloop-selection"),
-        (with_header(version=2), "version 2; this program reads 1"),
+        (with_header(version=1), "version 1; this program reads 2"),
         (with_header(labels=[1]), "labels must be a list of texts"),
         (with_header(model=3), "model must be of type str"),
         (with_header(steps=True), "steps must be of type int"),
@@ -240,7 +303,7 @@ def test_a_file_that_says_it_is_huge_is_refused_before_anything_is_allocated(fil
     np.lib.format.write_array_header_1_0(bomb, {"descr": "<i4", "fortran_order": False, "shape": (1 << 40,)})
     path = tmp_path / "bomb.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("header", "entries", "lists"):
+        for name in ("header", "entries", "lists", "groupings", "grouped"):
             held = io.BytesIO()
             np.save(held, arrays[name])
             archive.writestr(f"{name}.npy", held.getvalue())
@@ -294,4 +357,5 @@ def test_a_damaged_file_is_refused_in_one_line_or_is_a_record(
         else:
             said = ""
             assert all((a.answer < a.lengths[:, None]).all() for a in record.answers.values())
+            assert all((g.labels < g.groups).all() for g in record.groups.values())
     assert "\n" not in said

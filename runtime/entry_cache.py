@@ -67,6 +67,8 @@ class Held:
     """What goes on after the attention of layers."""
     early: dict[int, Fetch] = field(default_factory=dict)
     """What has been prefetched for a layer and may still be on its way."""
+    late: list[Completion] = field(default_factory=list)
+    """What a request that has failed does not wait for."""
     persisting: dict[int, Completion] = field(default_factory=dict)
     """Who reads the staging space of a layer last."""
 
@@ -156,6 +158,7 @@ class EntryCache:
         """Wait for what is under way and give everything back."""
         tiers = held.tiers
         under_way = [*held.persisting.values(), *(c for fetch in held.early.values() for c in fetch.arriving)]
+        under_way += held.late
         under_way += [c for readers in tiers.readers.values() for c in readers]
         for task in held.after:
             await _ended(task)

@@ -46,12 +46,14 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Unsupported, nearest
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
+from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, V, join
 from tierloop.runtime.chunk_index import ChunkIndex, Chunking, importance, rank
 from tierloop.runtime.dtypes import from_bytes, keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape
-from tierloop.runtime.entry_cache import EntryCache, Held, Plan
+from tierloop.runtime.entry_cache import EntryCache, Held, Plan, fingerprint
+from tierloop.runtime.kept_requests import check, commit, notes_nbytes, resume_request
 from tierloop.runtime.loop import Alarm, Task
 from tierloop.runtime.policy import (
     Batch,
@@ -139,6 +141,8 @@ class KVDrive(Policy):
         warm_up_queries: int = 32,
         lookup_ns: float = 2.0,
         deadline_ms: float = 0.0,
+        keep_tokens: int = 0,
+        resume: bool = False,
         noise: float = 0.0,
         seed: int = 0,
         without: Sequence[str] = (),
@@ -166,6 +170,7 @@ class KVDrive(Policy):
                 "micro_batch": (micro_batch, 1),
                 "predict_from": (predict_from, 0),
                 "warm_up_queries": (warm_up_queries, 0),
+                "keep_tokens": (keep_tokens, 0),
                 "seed": (seed, 0),
             },
         )
@@ -197,6 +202,11 @@ class KVDrive(Policy):
             raise ConfigurationError(
                 f"kvdrive: dram_share is {dram_share}, but without an SSD all entries have to be in DRAM (dram_share 1)"
             )
+        if not isinstance(resume, bool):
+            raise ConfigurationError(f"kvdrive: resume is {resume!r}; it must be true or false")
+        self._keep_tokens, self._resume = int(keep_tokens), resume
+        if (keep_tokens or resume) and self._persistent is None:
+            raise ConfigurationError("kvdrive: nothing is kept without a persistent memory")
         self._noise, self._seed = float(noise), int(seed)
         self._deadline_ns = round(deadline_ms * 1e6)
         self._entries = EntryShape(self.shape, self._how.chunk_tokens)
@@ -253,8 +263,22 @@ class KVDrive(Policy):
             wants |= {f"{name} ahead": wants[name] for name in ("scores", "indices")}
         self._work.reserve(wants)
         request.state["wants"], request.state["deepest"] = wants, deepest
-        request.state["held"] = self._cache.admit(request, plan, index)
+        most, archive = self._entries.count(max(request.max_tokens, plan.keep_tokens)), None
+        notes = notes_nbytes(self._entries, index, most, self._cache.always(index)) if plan.keep_tokens else 0
+        if self._resume and plan.persistent is not None:
+            of = fingerprint(request, self._entries, self._how)
+            archive = await Archive.adopt(self.engine, plan.persistent, request.name, of)
+            try:
+                check(archive, request, self._entries.count(request.max_tokens))
+            except ConfigurationError:
+                archive.close(keep=True)
+                raise
+        request.state["held"] = held = self._cache.admit(request, plan, index, notes, archive)
         self._counts[request.name] = _Counts()
+        if archive is not None:
+            held.resumed = True
+            request.tokens[:] = archive.tokens
+            await resume_request(self.engine, self._cache, request, held)
 
     def _plan(self, request: Request) -> Plan:
         shape, entries = self.shape, self._entries
@@ -267,12 +291,21 @@ class KVDrive(Policy):
             self._sizes.check(*each)
             windows = np.minimum(self._sizes.capacity(k), most)
         cached = most if self._dram_share == 1 else ceil(self._dram_share * most)
+        keep = max(self._keep_tokens, request.max_tokens) if self._keep_tokens or self._resume else 0
         moving = k * (2 if self._pipeline == "prefetch" else 1)
         return Plan(
-            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed
+            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed, keep
         )
 
     async def release(self, request: Request) -> None:
+        held: Held | None = request.state.get("held")
+        try:
+            if held is not None and held.plan.keep_tokens and _is_whole(request, held):
+                await commit(self.engine, self._cache, request, held)
+        finally:
+            await self._give_back(request)
+
+    async def _give_back(self, request: Request) -> None:
         held: Held | None = request.state.get("held")
         wants = request.state.get("wants")
         index: ChunkIndex | None = request.state.get("index")
@@ -286,6 +319,8 @@ class KVDrive(Policy):
 
     async def place(self, request: Request, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         table, held, dtype = request.blocks, _held(request), self.shape.dtype
+        if held.resumed:
+            return
         table.length[layer] = keys.shape[1]
         for completion in self.measure(request, layer, keys):
             await completion
@@ -303,6 +338,8 @@ class KVDrive(Policy):
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         held = _held(request)
         index, plan = held.index, held.plan
+        if held.resumed:
+            return
         indexed = index.end(layer) - index.first
         wanted = int(plan.windows[layer].max(initial=0))
         if plan.cached < indexed:
@@ -314,6 +351,8 @@ class KVDrive(Policy):
             newest = np.arange(index.end(layer) - 1, index.end(layer) - 1 - wanted, -1)
             ranked = np.broadcast_to(newest, (self.shape.num_kv_heads, wanted))
         await self._cache.place(request, held, layer, ranked)
+        if plan.keep_tokens and layer == self.shape.num_layers - 1:
+            await commit(self.engine, self._cache, request, held)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -335,6 +374,8 @@ class KVDrive(Policy):
         persisting: list[list[Completion]] = []
         for request, (position,) in zip(batch.requests, batch.positions.tolist(), strict=True):
             held = _held(request)
+            if layer == 0 and held.plan.keep_tokens and held.index.end(0) > held.committed:
+                await commit(self.engine, self._cache, request, held)
             persisting.append(await self._cache.settle(held, layer, position))
             for side, segment in zip(targets, await self._cache.open(held, layer, position), strict=True):
                 side.append(segment)
@@ -589,6 +630,13 @@ class _Lookup:
 def _held(request: Request) -> Held:
     held: Held = request.state["held"]
     return held
+
+
+def _is_whole(request: Request, held: Held) -> bool:
+    """Whether a request stands between two steps: the prompt has been placed, and every layer is as long."""
+    length = request.blocks.length
+    whole = held.committed >= 0 and request.failure is None and bool((length == length[0]).all())
+    return whole and len(request.tokens) > int(length[0])
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:

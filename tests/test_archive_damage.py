@@ -1,7 +1,8 @@
 """Archives when something goes wrong: killed at any command, torn, flipped, cut off, failing.
 
 A run is recorded once: the drive's bytes after each command that ended, and which state its archives were in. A kill
-leaves what the last `Flush` made durable, and of every sector that was written since, the old or the new one.
+leaves what the last `Flush` made durable, and in every sector that was written since, the old bytes, the new ones, or
+rubbish.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tierloop.devices.commands import Flush, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, Gone, MediaError
 from tierloop.runtime.archive import Archive
+from tierloop.runtime.archive_catalogue import Catalogue
 from tierloop.runtime.archive_check import fsck
 from tierloop.runtime.engine import Engine
 
@@ -102,24 +104,32 @@ class Recording:
     states: list[State] = field(default_factory=lambda: [{}])
 
 
+def record(folder: Path, run_life: Any, before: State | None = None, drive: bytes | None = None) -> Recording:
+    """What happens to a drive in an undisturbed life, `run_life(engine, reached)`."""
+    made = Recording(states=[before or {}])
+    folder.mkdir(exist_ok=True)
+    path = folder / "drive"
+    if drive is not None:
+        path.write_bytes(drive)
+    with machine(folder, path) as engine:
+
+        def ended(completion: Completion) -> None:
+            durable = isinstance(completion.command, Flush)
+            if durable or any(r.memory == DRIVE for r, _ in write_segments(completion.command)):
+                made.moments.append((path.read_bytes(), durable, len(made.states) - 1))
+
+        made.moments.append((path.read_bytes(), True, 0))
+        engine.platform.site.observers.append(ended)
+        run(engine, lambda: run_life(engine, made.states.append))
+    made.moments.append((path.read_bytes(), True, len(made.states) - 1))
+    return made
+
+
 @cache
 def recording() -> Recording:
-    """One undisturbed life."""
-    made = Recording()
+    """One undisturbed life from an empty drive on."""
     with TemporaryDirectory() as folder:
-        drive = Path(folder) / "drive"
-        with machine(Path(folder), drive) as engine:
-
-            def ended(completion: Completion) -> None:
-                durable = isinstance(completion.command, Flush)
-                if durable or any(r.memory == DRIVE for r, _ in write_segments(completion.command)):
-                    made.moments.append((drive.read_bytes(), durable, len(made.states) - 1))
-
-            made.moments.append((drive.read_bytes(), True, 0))
-            engine.platform.site.observers.append(ended)
-            run(engine, lambda: life(engine, made.states.append, []))
-        made.moments.append((drive.read_bytes(), True, len(made.states) - 1))
-    return made
+        return record(Path(folder), lambda engine, reached: life(engine, reached, []))
 
 
 def whats_there(folder: Path, raw: bytes) -> State:
@@ -132,24 +142,74 @@ def whats_there(folder: Path, raw: bytes) -> State:
         return {each.name: run(engine, lambda n=each.name: adopted(engine, n)) for each in found}  # type: ignore[misc]
 
 
-def mixed(old: bytes, new_: bytes, seed: int, share: float) -> bytes:
-    """Of every sector that differs, the new one with a chance of `share`."""
+def torn(made: Recording, at: int, seed: int) -> bytes:
+    """The drive after a kill at a moment: each sector that is not durable is the old one, the new one or rubbish."""
+    base = max(i for i in range(at + 1) if made.moments[i][1])
+    old, new_ = made.moments[base][0], made.moments[at][0]
     size = -(-max(len(old), len(new_)) // SECTOR) * SECTOR
     before, after = (np.frombuffer(each.ljust(size, b"\0"), dtype=np.uint8).reshape(-1, SECTOR) for each in (old, new_))
-    pick = np.random.default_rng(seed).random(len(before)) < share
-    return np.where(pick[:, None], after, before).tobytes()
+    rng = np.random.default_rng(seed)
+    share, rubbish = rng.choice([0.1, 0.5, 0.9]), rng.choice([0.0, 0.0, 0.3])
+    chance = rng.random(len(before))
+    left = np.where((chance < share)[:, None], after, before)
+    bad = (before != after).any(axis=1) & (rng.random(len(before)) < rubbish)
+    left[bad] = rng.integers(0, 256, (int(bad.sum()), SECTOR), dtype=np.uint8)
+    return left.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 1 << 30), share=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-def test_a_kill_at_any_moment_leaves_what_was_committed(data: st.DataObject, seed: int, share: float) -> None:
-    made = recording()
-    at = data.draw(st.integers(0, len(made.moments) - 1))
-    base = max(i for i in range(at + 1) if made.moments[i][1])
-    with TemporaryDirectory() as folder:
-        found = whats_there(Path(folder), mixed(made.moments[base][0], made.moments[at][0], seed, share))
+def check_kill(made: Recording, at: int, seed: int) -> None:
+    """After a kill there is the newest durable state, or the one that was on its way."""
     newest = made.moments[at][2]
-    assert found in made.states[newest : newest + 2], "the newest durable state, or the one that was on its way"
+    with TemporaryDirectory() as folder:
+        found = whats_there(Path(folder), torn(made, at, seed))
+    assert found in made.states[newest : newest + 2]
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 1 << 30))
+def test_a_kill_at_any_moment_leaves_what_was_committed(data: st.DataObject, seed: int) -> None:
+    made = recording()
+    open_ends = [at for at, (_, durable, _) in enumerate(made.moments) if not durable]
+    check_kill(made, data.draw(st.sampled_from(open_ends)), seed)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_second_kill_is_survived_where_the_first_has_damaged_a_copy(tmp_path: Path, place: int) -> None:
+    first = recording()
+    raw = bytearray(first.moments[-1][0])
+    with machine(tmp_path, _written(tmp_path, raw)) as engine:
+        region = Catalogue.of(engine, DRIVE).listed["a", "model"]
+    for at in (place * 16 * BLOCK, region.offset + place * BLOCK):
+        assert raw[at : at + 3] == b"tl-"
+        raw[at : at + BLOCK] = bytes(BLOCK)
+
+    async def again(engine: Engine, reached: Any) -> None:
+        state = dict(first.states[-1])
+        a = await Archive.adopt(engine, DRIVE, "a", "model")
+        for turn in range(2):
+            a.note("labels", 0, bytes_of(turn, 60))
+            await a.commit((turn,), 0)
+            state["a"] = Content((turn,), 0, state["a"].entries, {**state["a"].notes, ("labels", 0): NOTE[turn]})
+            reached(dict(state))
+        b = new(engine, "b")
+        await b.commit((), 0)
+        reached({**state, "b": Content()})
+        a.close(keep=True)
+        b.close(keep=True)
+
+    second = record(tmp_path / "second", again, first.states[-1], bytes(raw))
+    for at, (_, durable, _) in enumerate(second.moments):
+        for seed in range(0 if durable else 8):
+            check_kill(second, at, seed)
+
+
+BLOCK = 4096
+NOTE = [bytes_of(turn, 60).tobytes() for turn in range(2)]
+
+
+def _written(folder: Path, raw: bytes | bytearray) -> Path:
+    (folder / "drive").write_bytes(raw)
+    return folder / "drive"
 
 
 def test_every_moment_of_a_life_can_be_the_last() -> None:
@@ -263,25 +323,30 @@ class Breaking:
         return self._submit(*arguments, **more)  # type: ignore[no-any-return]
 
 
-@settings(max_examples=40, deadline=None)
-@given(left=st.integers(0, 75))
-def test_a_drive_that_fails_at_any_command_keeps_what_was_committed(left: int) -> None:
-    states: list[State] = [{}]
-    with TemporaryDirectory() as name:
-        folder, drive = Path(name), Path(name) / "drive"
-        with machine(folder, drive) as engine:
-            breaking, opened, failed = Breaking(engine, left), [], ""
-            try:
-                run(engine, lambda: life(engine, states.append, opened))
-            except DeviceError as error:
-                failed = str(error)
-            assert ("unplugged" in failed) == (breaking.left < 0)
-            breaking.left = 1 << 30
-            for archive in opened:
-                archive.close(keep=True)
-        found = whats_there(folder, drive.read_bytes())
+def test_a_drive_that_fails_at_any_command_keeps_what_was_committed() -> None:
     whole = recording().states
-    assert found in whole[len(states) - 1 : len(states) + 1]
+    for left in range(200):
+        states: list[State] = [{}]
+        opened: list[Archive] = []
+        with TemporaryDirectory() as name:
+            folder, drive = Path(name), Path(name) / "drive"
+            with machine(folder, drive) as engine:
+                breaking, failed = Breaking(engine, left), ""
+                try:
+                    run(engine, lambda e=engine, s=states, o=opened: life(e, s.append, o))  # type: ignore[misc]
+                except DeviceError as error:
+                    failed = str(error)
+                assert ("unplugged" in failed) == (breaking.left < 0)
+                breaking.left = 1 << 30
+                for archive in opened:
+                    archive.close(keep=True)
+            found = whats_there(folder, drive.read_bytes())
+        assert found in whole[len(states) - 1 : len(states) + 1]
+        if not failed:
+            break
+    else:
+        pytest.fail("a life has less than 200 commands")
+    assert left > 50
 
 
 def test_a_failed_write_makes_every_later_commit_fail(tmp_path: Path) -> None:

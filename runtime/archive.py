@@ -52,11 +52,10 @@ from tierloop.runtime.archive_record import (
     unpack_appends,
     unpack_table,
 )
-from tierloop.runtime.archive_twin import Twin
+from tierloop.runtime.archive_twin import Twin, settle
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.entries import EntryShape
-from tierloop.runtime.loop import all_of
 
 Int64 = NDArray[np.int64]
 
@@ -242,7 +241,7 @@ class Archive:
         (fresh, self._fresh), (stale, book.stale) = (self._fresh, []), (book.stale, [])
         made: list[Int64] = []
         try:
-            await all_of(self._open[:opened])
+            await settle(self._open[:opened])
             orders = self._orders
             if fresh:
                 orders = (*orders, await book.settled(pack_appends(fresh), made))
@@ -250,8 +249,10 @@ class Archive:
             table = await book.settled(
                 pack_table(Commit(*self._key, self.geometry, length, spoken, orders, notes)), made
             )
-            await self._engine.port("flush", self.memory).submit(Flush(self.region.all()))
-            await all_of(self._twin.write({"table": place_of(table)}))
+            flushed = self._engine.port("flush", self.memory).submit(Flush(self.region.all()))
+            self._open.append(flushed)
+            await flushed
+            await settle(self._twin.write({"table": place_of(table)}).commands)
             if self._catalogue.region(self._key) is not self.region:
                 await self._catalogue.add(self._key, self.region)
         except BaseException:
@@ -273,8 +274,8 @@ class Archive:
         if self._closed:
             return
         self._closed = True
-        clock = self._engine.platform.clock
-        clock.run_until(lambda: all(c.done for c in self._open), clock.now() + DEADLINE_NS)
+        clock, pending = self._engine.platform.clock, [*self._open, *self._notes.pending, *self._twin.pending]
+        clock.run_until(lambda: all(command.done for command in pending), clock.now() + DEADLINE_NS)
         if self._catalogue.region(self._key) is not self.region:
             self._catalogue.give(self.region)
         elif not keep:

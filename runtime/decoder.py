@@ -54,7 +54,10 @@ class Decoder:
         self._stage = engine.scratch(engine.dense.memory, shape.num_layers * max_rows * sum(self._sizes) + 8 * max_rows)
 
     async def adopt(self, request: Request, prefill: Prefill) -> None:
-        """Admit a request whose prompt is prefilled and place its rows. Raises TierTooSmall, with nothing kept."""
+        """Admit a request whose prompt is prefilled and place its rows. Raises TierTooSmall, with nothing kept.
+
+        A policy that has kept the request from an earlier run gives it the tokens that it had then.
+        """
         request.table = self._engine.table(request.max_tokens)
         try:
             await self._policy.admit(request)
@@ -65,7 +68,7 @@ class Decoder:
         except BaseException:
             await self._policy.release(request)
             raise
-        if self._recorder is not None:
+        if self._recorder is not None and len(request.tokens) <= request.prompt_tokens + 1:
             scales = request.blocks.scales
             self._recorder.admitted(request.name, prefill, None if scales is None else scales.values)
 

@@ -8,7 +8,7 @@ each layer-head's entries. The SSD has room for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, Rows, TierTooSmall, V
-from tierloop.runtime.chunk_index import ChunkIndex
+from tierloop.runtime.chunk_index import ChunkIndex, Chunking
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.entries import EntryShape, Slots
 from tierloop.runtime.loop import Task
@@ -50,6 +50,8 @@ class Plan:
     eviction: Eviction
     noise: float
     seed: int
+    keep_tokens: int
+    """Tokens that what is kept of the request has room for; 0: nothing is kept."""
 
 
 @dataclass(eq=False)
@@ -67,6 +69,10 @@ class Held:
     """What goes on after the attention of layers."""
     early: dict[int, Fetch] = field(default_factory=dict)
     """What has been prefetched for a layer and may still be on its way."""
+    committed: int = -1
+    """Up to which entry the index was when the request was made durable last; −1: it was not."""
+    resumed: bool = False
+    """The prompt is in its place already."""
     late: list[Completion] = field(default_factory=list)
     """What a request that has failed does not wait for."""
     persisting: dict[int, Completion] = field(default_factory=dict)
@@ -98,20 +104,30 @@ class EntryCache:
 
     # -- space ----------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, plan: Plan, index: ChunkIndex) -> Held:
-        """Take a request's space in all tiers. Raises TierTooSmall; what was taken is then given back."""
+    def admit(
+        self, request: Request, plan: Plan, index: ChunkIndex, notes_nbytes: int = 0, archive: Archive | None = None
+    ) -> Held:
+        """Take a request's space in all tiers, and its archive, unless there is one already.
+
+        Raises TierTooSmall; what was taken is then given back, and the archive with it.
+        """
         engine, shape, how = self._engine, self.entries.shape, index.how
         lists = shape.num_layers * shape.num_kv_heads
         most = self.entries.count(request.max_tokens)
-        kept = index.first + self.entries.count(how.local_tokens + how.update_tokens) + 3
+        kept = self.always(index)
         work = Workspace(engine, LAYERS_UNDER_WAY)
-        taken: list[Slots | Archive] = []
+        taken: list[Slots] = []
         held: Held | None = None
         try:
-            archive = dram = cache = None
+            dram = cache = None
             if plan.persistent is not None:
-                archive = Archive(engine, plan.persistent, request.name, self.entries, most)
-                taken.append(archive)
+                room = max(request.max_tokens, plan.keep_tokens)
+                appends = (room - request.prompt_tokens) // how.update_tokens + 2
+                if archive is None:
+                    of = fingerprint(request, self.entries, how)
+                    room = self.entries.count(room)
+                    place = plan.persistent, request.name, of, self.entries, room
+                    archive = Archive(engine, *place, notes_nbytes, appends)
                 work.reserve(self._synchroniser.wants(plan.k, archive, shape.num_layers))
                 update = self.entries.count(how.update_tokens + how.local_tokens) + 2
                 work.reserve({"persisting": (engine.host, shape.num_kv_heads * archive.stride(update))})
@@ -125,7 +141,7 @@ class EntryCache:
             count = min(int(plan.windows.sum()) + fixed, lists * most)
             gpu = self._gpu_slots(plan, fixed, count)
             taken.append(gpu)
-            tiers = Tiers(gpu, self._windows(plan, most, plan.windows), dram, cache, archive, work)
+            tiers = Tiers(gpu, self._windows(plan, most, plan.windows), dram, cache, archive, index.first, work)
             self._synchroniser.grant(tiers, plan.k, shape.num_layers)
             held = Held(plan, index, tiers, most)
         finally:
@@ -133,7 +149,13 @@ class EntryCache:
                 work.close()
                 for each in taken:
                     each.close()
+                if archive is not None:
+                    archive.close(keep=archive.length > 0)
         return held
+
+    def always(self, index: ChunkIndex) -> int:
+        """The most entries of a layer-head that are always on the GPU."""
+        return index.first + self.entries.count(index.how.local_tokens + index.how.update_tokens) + 3
 
     def _windows(self, plan: Plan, most: int, capacity: Int64) -> Windows:
         shape = self.entries.shape
@@ -171,12 +193,12 @@ class EntryCache:
         if tiers.grants is not None:
             self._engine.drop(tiers.grants)
         if tiers.archive is not None:
-            tiers.archive.close()
+            tiers.archive.close(keep=held.plan.keep_tokens > 0)
 
     # -- the prompt -----------------------------------------------------------------------------------------------
 
     def pack(self, keys: Bytes, values: Bytes) -> Bytes:
-        """Stored rows uint8 (heads, tokens, row bytes) of both sides as entries (heads, entries, nbytes), zero padded."""
+        """Stored rows uint8 (heads, tokens, row bytes) of both sides as entries (heads, entries, nbytes), 0 padded."""
         heads, count, _ = keys.shape
         full = self.entries.count(count) * self.entries.tokens
         sides = []
@@ -321,7 +343,7 @@ class EntryCache:
             target = Segment(staged.region, Spans.equal(offsets, self.entries.nbytes))
             copied = engine.stages.mark(engine.copy(places(tiers.gpu, numbers), target, before), PERSIST)
             done = tiers.archive.take(layer, order, staged, [copied])
-            held.persisting[layer % LAYERS_UNDER_WAY] = engine.stages.mark(done, PERSIST)
+            held.persisting[layer % LAYERS_UNDER_WAY] = tiers.writing[layer] = engine.stages.mark(done, PERSIST)
             copies.append(copied)
         if tiers.dram is not None and tiers.cache is None:
             heads, entries = np.repeat(self._heads, last - first), order.reshape(-1)
@@ -330,6 +352,13 @@ class EntryCache:
             copied = engine.copy(places(tiers.gpu, numbers), places(tiers.dram, slots))
             copies.append(engine.stages.mark(copied, PERSIST))
         return copies
+
+
+def fingerprint(request: Request, entries: EntryShape, how: Chunking) -> str:
+    """What kept entries are of: the weights, the cache's shape and the index. At most 256 characters."""
+    shape = entries.shape
+    sizes = (shape.num_layers, shape.num_kv_heads, shape.group, shape.head_dim, shape.head_dim_v)
+    return f"{request.model[:64] or 'unnamed'} {shape.dtype} {sizes} {astuple(how)}".replace(" ", "")
 
 
 def largest(engine: Engine, memory: str, most: int) -> int:

@@ -1,16 +1,16 @@
 """KVDrive: a KV cache over GPU, DRAM and SSD that knows what attention will ask for (arXiv 2605.18071, SIGMOD 2026).
 
-The cache is cut into entries of a few consecutive tokens (runtime/entries.py). All are persisted to the SSD, some are in
-DRAM, and each layer and KV head has a window of entries on the GPU. In every step the GPU scores the centroids of an
+The cache is cut into entries of a few consecutive tokens (runtime/entries.py). All are persisted to the SSD, some are
+in DRAM, and each layer and KV head has a window of entries on the GPU. In every step the GPU scores the centroids of an
 index of mean keys (runtime/chunk_index.py), the host expands the best clusters to the K entries that are attended,
 those that the window lacks are fetched (runtime/synchronisation.py), and the GPU attends over them, the first tokens
-and the newest. Afterwards, off the critical path, each window gives up what this step's ranking likes least: the present
-score is taken for the next step's (runtime/windows.py).
+and the newest. Afterwards, off the critical path, each window gives up what this step's ranking likes least: the
+present score is taken for the next step's (runtime/windows.py).
 
 Pipelines. `sequential`: select, evaluate, fetch, attend and evict one after the other, for the whole batch. `prefetch`:
 the next layer's entries are fetched by a query that is predicted from this layer's input; what is attended is still
-chosen by the true query. `disaggregated`: micro-batches of `micro_batch` requests go through select (GPU), evaluate (CPU),
-fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile.
+chosen by the true query. `disaggregated`: micro-batches of `micro_batch` requests go through select (GPU), evaluate
+(CPU), fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile.
 
 What is attended depends on the index and the query alone: not on windows, eviction, tiers, pipeline or synchronisation.
 With `budget` 1 every entry is attended, and the result is that of dense attention.
@@ -25,7 +25,8 @@ Where the paper is silent, or this deviates:
 - The InfiniGen-style prefetch only prefetches. With InfiniGen what is predicted is what is attended.
 - Warm-up ranks clusters, by the mean attention of their entries, not entries.
 - DRAM keeps entries that were read from the SSD, and evicts by the same rule as the windows.
-- Evaluating costs `lookup_ns` for each entry that is asked for, and each that a window ranks; the paper gives no figure.
+- Evaluating costs `lookup_ns` for each entry that is asked for or held, evicting for each that is ranked; the paper
+  gives no figure.
 - Steps of more than one token per request are refused.
 """
 
@@ -45,12 +46,14 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Unsupported, nearest
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
+from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, V, join
 from tierloop.runtime.chunk_index import ChunkIndex, Chunking, importance, rank
 from tierloop.runtime.dtypes import from_bytes, keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape
-from tierloop.runtime.entry_cache import EntryCache, Held, Plan
+from tierloop.runtime.entry_cache import EntryCache, Held, Plan, fingerprint
+from tierloop.runtime.kept_requests import check, commit, notes_nbytes, resume_request
 from tierloop.runtime.loop import Alarm, Task
 from tierloop.runtime.policy import (
     Batch,
@@ -65,7 +68,7 @@ from tierloop.runtime.policy import (
 )
 from tierloop.runtime.synchronisation import LAYERS_UNDER_WAY, SYNCHRONISATIONS, Fetch, Synchroniser, Traffic
 from tierloop.runtime.window_sizes import WindowSizes
-from tierloop.runtime.windows import EVICTIONS
+from tierloop.runtime.windows import EVICTIONS, Eviction
 from tierloop.runtime.workspace import Workspace
 
 Pipeline = Literal["sequential", "prefetch", "disaggregated"]
@@ -138,6 +141,8 @@ class KVDrive(Policy):
         warm_up_queries: int = 32,
         lookup_ns: float = 2.0,
         deadline_ms: float = 0.0,
+        keep_tokens: int = 0,
+        resume: bool = False,
         noise: float = 0.0,
         seed: int = 0,
         without: Sequence[str] = (),
@@ -165,6 +170,7 @@ class KVDrive(Policy):
                 "micro_batch": (micro_batch, 1),
                 "predict_from": (predict_from, 0),
                 "warm_up_queries": (warm_up_queries, 0),
+                "keep_tokens": (keep_tokens, 0),
                 "seed": (seed, 0),
             },
         )
@@ -185,7 +191,7 @@ class KVDrive(Policy):
         self._budget = budget
         self._window = 0.0 if "window" in off else window
         self._sizes = None if sizes is None or {"sizing", "window"} & off else WindowSizes.load(Path(sizes))
-        self._eviction = "lru" if "lookahead" in off else eviction
+        self._eviction: Eviction = "lru" if "lookahead" in off else eviction  # type: ignore[assignment]  # checked above
         self._pipeline = "sequential" if "pipeline" in off else pipeline
         self._micro_batch, self._predict_from = int(micro_batch), int(predict_from)
         self._warm_up = 0 if "warm_up" in off else int(warm_up_queries)
@@ -196,13 +202,18 @@ class KVDrive(Policy):
             raise ConfigurationError(
                 f"kvdrive: dram_share is {dram_share}, but without an SSD all entries have to be in DRAM (dram_share 1)"
             )
+        if not isinstance(resume, bool):
+            raise ConfigurationError(f"kvdrive: resume is {resume!r}; it must be true or false")
+        self._keep_tokens, self._resume = int(keep_tokens), resume
+        if (keep_tokens or resume) and self._persistent is None:
+            raise ConfigurationError("kvdrive: nothing is kept without a persistent memory")
         self._noise, self._seed = float(noise), int(seed)
         self._deadline_ns = round(deadline_ms * 1e6)
         self._entries = EntryShape(self.shape, self._how.chunk_tokens)
         mode = "block-sparse" if "synchronisation" in off else synchronisation
         self._synchroniser = Synchroniser(engine, self._entries, mode, float(pinned_share))  # type: ignore[arg-type]  # checked above
         if self._persistent is not None:
-            self._synchroniser.check()
+            self._synchroniser.check(self._persistent)
         self._cache = EntryCache(engine, self._entries, self._synchroniser)
         self._attends = self._runs("attend", "merge", "score", "topk", "cluster")
         self._work = Workspace(engine, LAYERS_UNDER_WAY)
@@ -229,10 +240,8 @@ class KVDrive(Policy):
         lane = self.engine.runner("attend", self.engine.dense.memory)
         missing = [k for k in kernels if k not in self.engine.dense.executor.kernels]
         if lane is None or missing:
-            raise ConfigurationError(
-                f"kvdrive: {self.engine.dense.device.info.name} runs the modules, but not {', '.join(missing) or 'attend'} "
-                f"over {self.shape.dtype} rows"
-            )
+            gpu, lacks = self.engine.dense.device.info.name, ", ".join(missing) or "attend"
+            raise ConfigurationError(f"kvdrive: {gpu} runs the modules, but not {lacks} over {self.shape.dtype} rows")
         return lane
 
     # -- a request's life -----------------------------------------------------------------------------------------
@@ -254,8 +263,22 @@ class KVDrive(Policy):
             wants |= {f"{name} ahead": wants[name] for name in ("scores", "indices")}
         self._work.reserve(wants)
         request.state["wants"], request.state["deepest"] = wants, deepest
-        request.state["held"] = self._cache.admit(request, plan, index)
+        most, archive = self._entries.count(max(request.max_tokens, plan.keep_tokens)), None
+        notes = notes_nbytes(self._entries, index, most, self._cache.always(index)) if plan.keep_tokens else 0
+        if self._resume and plan.persistent is not None:
+            of = fingerprint(request, self._entries, self._how)
+            archive = await Archive.adopt(self.engine, plan.persistent, request.name, of)
+            try:
+                check(archive, request, self._entries.count(request.max_tokens))
+            except ConfigurationError:
+                archive.close(keep=True)
+                raise
+        request.state["held"] = held = self._cache.admit(request, plan, index, notes, archive)
         self._counts[request.name] = _Counts()
+        if archive is not None:
+            held.resumed = True
+            request.tokens[:] = archive.tokens
+            await resume_request(self.engine, self._cache, request, held)
 
     def _plan(self, request: Request) -> Plan:
         shape, entries = self.shape, self._entries
@@ -268,12 +291,21 @@ class KVDrive(Policy):
             self._sizes.check(*each)
             windows = np.minimum(self._sizes.capacity(k), most)
         cached = most if self._dram_share == 1 else ceil(self._dram_share * most)
+        keep = max(self._keep_tokens, request.max_tokens) if self._keep_tokens or self._resume else 0
         moving = k * (2 if self._pipeline == "prefetch" else 1)
         return Plan(
-            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed
+            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed, keep
         )
 
     async def release(self, request: Request) -> None:
+        held: Held | None = request.state.get("held")
+        try:
+            if held is not None and held.plan.keep_tokens and _is_whole(request, held):
+                await commit(self.engine, self._cache, request, held)
+        finally:
+            await self._give_back(request)
+
+    async def _give_back(self, request: Request) -> None:
         held: Held | None = request.state.get("held")
         wants = request.state.get("wants")
         index: ChunkIndex | None = request.state.get("index")
@@ -287,6 +319,8 @@ class KVDrive(Policy):
 
     async def place(self, request: Request, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         table, held, dtype = request.blocks, _held(request), self.shape.dtype
+        if held.resumed:
+            return
         table.length[layer] = keys.shape[1]
         for completion in self.measure(request, layer, keys):
             await completion
@@ -304,6 +338,8 @@ class KVDrive(Policy):
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         held = _held(request)
         index, plan = held.index, held.plan
+        if held.resumed:
+            return
         indexed = index.end(layer) - index.first
         wanted = int(plan.windows[layer].max(initial=0))
         if plan.cached < indexed:
@@ -315,6 +351,8 @@ class KVDrive(Policy):
             newest = np.arange(index.end(layer) - 1, index.end(layer) - 1 - wanted, -1)
             ranked = np.broadcast_to(newest, (self.shape.num_kv_heads, wanted))
         await self._cache.place(request, held, layer, ranked)
+        if plan.keep_tokens and layer == self.shape.num_layers - 1:
+            await commit(self.engine, self._cache, request, held)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -336,6 +374,8 @@ class KVDrive(Policy):
         persisting: list[list[Completion]] = []
         for request, (position,) in zip(batch.requests, batch.positions.tolist(), strict=True):
             held = _held(request)
+            if layer == 0 and held.plan.keep_tokens and held.index.end(0) > held.committed:
+                await commit(self.engine, self._cache, request, held)
             persisting.append(await self._cache.settle(held, layer, position))
             for side, segment in zip(targets, await self._cache.open(held, layer, position), strict=True):
                 side.append(segment)
@@ -376,7 +416,7 @@ class KVDrive(Policy):
             early = _held(request).early.pop(layer, Fetch())
             fetch.arriving[:0], fetch.promoted[:0] = early.arriving, early.promoted
             arrived += await self._arrive(request, fetch.arriving)
-        rows, whole = [], True
+        rows = []
         for i, (request, choice) in enumerate(zip(part.requests, choices, strict=True)):
             held, length = _held(request), int(request.blocks.length[layer])
             # What was to come for a request that has failed may still be written to: it is left out.
@@ -491,7 +531,7 @@ class KVDrive(Policy):
         appended: Completion,
         persisting: list[Completion],
     ) -> None:
-        """Once a layer is attended: evict, let DRAM keep what came from the SSD, index what has left the newest rows."""
+        """Once a layer is attended: evict, let DRAM keep what came from the SSD, index what is no longer new."""
         held = _held(request)
         tiers, index, plan = held.tiers, held.index, held.plan
         await attended
@@ -590,6 +630,13 @@ class _Lookup:
 def _held(request: Request) -> Held:
     held: Held = request.state["held"]
     return held
+
+
+def _is_whole(request: Request, held: Held) -> bool:
+    """Whether a request stands between two steps: the prompt has been placed, and every layer is as long."""
+    length = request.blocks.length
+    whole = held.committed >= 0 and request.failure is None and bool((length == length[0]).all())
+    return whole and len(request.tokens) > int(length[0])
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:

@@ -101,6 +101,15 @@ def test_the_examples_of_placement_run(installed: Callable[[Path], None], capsys
     assert capsys.readouterr().out.count("\n") == 2
 
 
+def test_the_examples_of_tuning_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks(ROOT / "docs" / "tuning.md")
+    assert names["tuned"].options == {"centroids": 2048, "window": 3, "micro_batch": 1}
+    assert capsys.readouterr().out.splitlines() == [
+        "3 [None, 1, 2, 3]",
+        "4 FLOP/byte, P 20, even at a hit rate of 80%",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:
@@ -148,6 +157,7 @@ def test_every_command_and_option_is_documented() -> None:
         "ablate",
         "phantom",
         "reproduce",
+        "tune",
     }
     for command, options in commands.items():
         assert f"`tierloop {command}`" in overview

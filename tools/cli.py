@@ -51,6 +51,7 @@ from tierloop.tools.output import OutputError
 from tierloop.tools.phantom import phantom
 from tierloop.tools.reproduce import reproduce
 from tierloop.tools.run import run
+from tierloop.tools.tune import tune
 from tierloop.tools.verify import verify
 
 GOOD, FAILED, WRONG_INPUT, INVALID = 0, 1, 2, 3
@@ -77,6 +78,7 @@ for command, name in (
     (ablate, "ablate"),
     (phantom, "phantom"),
     (reproduce, "reproduce"),
+    (tune, "tune"),
 ):
     app.command(name)(command)
 

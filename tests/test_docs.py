@@ -154,6 +154,7 @@ def test_every_command_and_option_is_documented() -> None:
         "conformance",
         "accuracy",
         "k-min",
+        "window-sizes",
         "ablate",
         "phantom",
         "reproduce",

@@ -291,6 +291,22 @@ def test_what_is_adopted_is_taken(tmp_path: Path) -> None:
         assert device.offset_of(device.adopt(4096, 8192)) == 4096
 
 
+def test_a_drive_in_wrappers_keeps_its_archives(tmp_path: Path) -> None:
+    layers = '[{ kind = "throttled", bytes_per_s = 1e9 }, { kind = "checked", block_nbytes = 4096 }]'
+    path = write_machine(tmp_path)
+    path.write_text(path.read_text().replace('profile = "nvme.toml"\n', f'profile = "nvme.toml"\nwrap = {layers}\n'))
+    made: list[Content] = []
+    for turn in range(2):
+        overrides = {"devices.nvme.keep": "drive"}
+        with open_platform(path, overrides=overrides, only=("dram", "nvme"), check_hazards=True) as platform:
+            engine = Engine(platform, SHAPE)
+            if not turn:
+                made.append(run(engine, lambda e=engine: write_some(e, "r0")))  # type: ignore[misc]
+            made.append(run(engine, lambda e=engine: adopted(e)))  # type: ignore[misc]
+            engine.close()
+    assert made[0] == made[1] == made[2]
+
+
 # -- a real file -----------------------------------------------------------------------------------------------------
 
 

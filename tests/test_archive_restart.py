@@ -26,6 +26,7 @@ from tests.archive_rig import (
 )
 from tests.machines import write_machine
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.conformance import run as conformance
 from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.nvme import open_nvme
@@ -266,6 +267,15 @@ def test_a_new_region_of_a_kept_file_is_zeroed(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_is_refused(tmp_path: Path, overrides: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         open_platform(write_machine(tmp_path), overrides=overrides, only=("dram", "nvme"))
+
+
+@pytest.mark.parametrize("level", ["memory", "ordering", "errors", "stateful"])
+def test_a_drive_that_keeps_its_bytes_is_a_device_like_others(tmp_path: Path, level: str) -> None:
+    def opened(_: Site) -> Platform:
+        return open_platform("demo", overrides={"devices.nvme.keep": str(tmp_path / "drive")})
+
+    report = conformance(opened, [level], virtual=True, device=DRIVE, examples=8)
+    assert not report.failed, str(report)
 
 
 def test_a_memory_that_keeps_nothing_adopts_nothing(tmp_path: Path) -> None:

@@ -2,15 +2,15 @@
 
 The same decode twice: on real bytes, and replayed without them. The replay does everything but numerics, so the
 difference of a step is the numerics; what is left of the replay without the cost of emulating its commands, measured in
-the same run, is the decoder's and the policy's own. Of a policy with windows, what keeping those takes is measured apart:
-the recorded rankings are played through them again.
+the same run, is the decoder's and the policy's own. Of a policy with windows, what keeping those takes is measured
+apart: the recorded rankings are played through them again.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierloop.devices.commands import Launch

@@ -55,7 +55,7 @@ def window_sizes(
     profile = SizeProfile.measured(trace, chosen, sizes)
     uniform = WindowSizes.uniform(layers, heads, window)
     budget = int(uniform.capacity(chosen).sum())
-    found = chosen_sizes(profile, budget, method, [selection.name])  # type: ignore[arg-type]  # checked above
+    found = chosen_sizes(profile, budget, method, [selection.name])
     asked = int(profile.chosen.sum())
     hits, before = profile.hits_of(found), profile.hits_of(uniform)
     with results(as_json) as shown:

@@ -15,6 +15,7 @@ from tierloop.runtime.archive_loops import joined, starts
 from tierloop.runtime.archive_record import Append
 from tierloop.runtime.blocks import TierTooSmall
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
@@ -65,7 +66,7 @@ class Layout:
         if not 0 <= layer < self.geometry.layers:
             raise ValueError(f"layer {layer} of {self.geometry.layers}")
 
-    def lay(self, layer: int, order: Int64) -> tuple[Append, Segment]:
+    def lay(self, layer: int, order: Int64 | Int32) -> tuple[Append, Segment]:
         """Give entries (heads, n) their places at the ends of a layer's segments.
 
         Raises ValueError for what is no entry, is there already or comes twice, TierTooSmall; then nothing has changed.

@@ -65,7 +65,7 @@ class Commit:
 
 def checksum(data: Bytes) -> int:
     """CRC-32 of bytes."""
-    return zlib.crc32(memoryview(np.ascontiguousarray(data)))
+    return zlib.crc32(np.ascontiguousarray(data).data)
 
 
 def pack_appends(appends: list[Append]) -> Bytes:

@@ -26,6 +26,7 @@ from tests.archive_rig import (
 )
 from tests.machines import write_machine
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.conformance import run as conformance
 from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.nvme import open_nvme
@@ -268,6 +269,15 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, overrides: dict[str, Any
         open_platform(write_machine(tmp_path), overrides=overrides, only=("dram", "nvme"))
 
 
+@pytest.mark.parametrize("level", ["memory", "ordering", "errors", "stateful"])
+def test_a_drive_that_keeps_its_bytes_is_a_device_like_others(tmp_path: Path, level: str) -> None:
+    def opened(_: Site) -> Platform:
+        return open_platform("demo", overrides={"devices.nvme.keep": str(tmp_path / "drive")})
+
+    report = conformance(opened, [level], virtual=True, device=DRIVE, examples=8)
+    assert not report.failed, str(report)
+
+
 def test_a_memory_that_keeps_nothing_adopts_nothing(tmp_path: Path) -> None:
     with machine(tmp_path) as engine, pytest.raises(Unsupported, match="no file was named"):
         engine.platform.memory_owner(DRIVE).adopt(0, 4096)  # type: ignore[attr-defined]
@@ -289,6 +299,22 @@ def test_what_is_adopted_is_taken(tmp_path: Path) -> None:
         assert device.offset_of(device.alloc(12_000)) == 12_288, "the hole before it is too small"
         device.free(region)
         assert device.offset_of(device.adopt(4096, 8192)) == 4096
+
+
+def test_a_drive_in_wrappers_keeps_its_archives(tmp_path: Path) -> None:
+    layers = '[{ kind = "throttled", bytes_per_s = 1e9 }, { kind = "checked", block_nbytes = 4096 }]'
+    path = write_machine(tmp_path)
+    path.write_text(path.read_text().replace('profile = "nvme.toml"\n', f'profile = "nvme.toml"\nwrap = {layers}\n'))
+    made: list[Content] = []
+    for turn in range(2):
+        overrides = {"devices.nvme.keep": "drive"}
+        with open_platform(path, overrides=overrides, only=("dram", "nvme"), check_hazards=True) as platform:
+            engine = Engine(platform, SHAPE)
+            if not turn:
+                made.append(run(engine, lambda e=engine: write_some(e, "r0")))  # type: ignore[misc]
+            made.append(run(engine, lambda e=engine: adopted(e)))  # type: ignore[misc]
+            engine.close()
+    assert made[0] == made[1] == made[2]
 
 
 # -- a real file -----------------------------------------------------------------------------------------------------

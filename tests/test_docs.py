@@ -110,6 +110,16 @@ def test_the_examples_of_tuning_run(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_the_example_of_persistence_runs(installed: Callable[[Path], None], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "persistence.md"
+    installed(page)
+    run_blocks(page)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "24 ['labels'] 4096 8192"
+    assert "name='chat 7'" in second
+    assert "intact=True" in second
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:
@@ -154,6 +164,7 @@ def test_every_command_and_option_is_documented() -> None:
         "conformance",
         "accuracy",
         "k-min",
+        "window-sizes",
         "ablate",
         "phantom",
         "reproduce",

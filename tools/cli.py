@@ -53,6 +53,7 @@ from tierloop.tools.reproduce import reproduce
 from tierloop.tools.run import run
 from tierloop.tools.tune import tune
 from tierloop.tools.verify import verify
+from tierloop.tools.window_sizes import window_sizes
 
 GOOD, FAILED, WRONG_INPUT, INVALID = 0, 1, 2, 3
 
@@ -75,6 +76,7 @@ for command, name in (
     (verify, "verify"),
     (accuracy, "accuracy"),
     (k_min, "k-min"),
+    (window_sizes, "window-sizes"),
     (ablate, "ablate"),
     (phantom, "phantom"),
     (reproduce, "reproduce"),

@@ -10,7 +10,8 @@ present score is taken for the next step's (runtime/windows.py).
 Pipelines. `sequential`: select, evaluate, fetch, attend and evict one after the other, for the whole batch. `prefetch`:
 the next layer's entries are fetched by a query that is predicted from this layer's input; what is attended is still
 chosen by the true query. `disaggregated`: micro-batches of `micro_batch` requests go through select (GPU), evaluate
-(CPU), fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile.
+(CPU), fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile. With `waves`, projections
+and MLP are divided as well, so that fetching has them to hide behind; each wave reads the weights.
 
 What is attended depends on the index and the query alone: not on windows, eviction, tiers, pipeline or synchronisation.
 With `budget` 1 every entry is attended, and the result is that of dense attention.
@@ -20,8 +21,8 @@ Where the paper is silent, or this deviates:
 - An entry's score is that of its centroid; entries of the cluster that exceeds K are taken in ascending position.
 - K is fixed for a request's life: `budget` of the tokens that it may come to have. Sinks and local tokens come on top.
 - A query group scores a centroid by its largest product.
-- Projections and MLP run for the whole batch, so a micro-batch ends at its layer's MLP: running them for each
-  micro-batch would read the weights as often.
+- The paper's computation stage has the MLP in it. Here a micro-batch ends before it, unless there are `waves`: running
+  it for each micro-batch reads the weights as often.
 - The InfiniGen-style prefetch only prefetches. With InfiniGen what is predicted is what is attended.
 - Warm-up ranks clusters, by the mean attention of their entries, not entries.
 - DRAM keeps entries that were read from the SSD, and evicts by the same rule as the windows.
@@ -133,6 +134,7 @@ class KVDrive(Policy):
         eviction: str = "la",
         pipeline: str = "disaggregated",
         micro_batch: int = 1,
+        waves: int = 1,
         predict_from: int = 3,
         synchronisation: str = "balanced",
         pinned_share: float = 0.25,
@@ -168,6 +170,7 @@ class KVDrive(Policy):
                 "segment_chunks": (segment_chunks, 1),
                 "iterations": (iterations, 0),
                 "micro_batch": (micro_batch, 1),
+                "waves": (waves, 1),
                 "predict_from": (predict_from, 0),
                 "warm_up_queries": (warm_up_queries, 0),
                 "keep_tokens": (keep_tokens, 0),
@@ -194,6 +197,7 @@ class KVDrive(Policy):
         self._eviction: Eviction = "lru" if "lookahead" in off else eviction  # type: ignore[assignment]  # checked above
         self._pipeline = "sequential" if "pipeline" in off else pipeline
         self._micro_batch, self._predict_from = int(micro_batch), int(predict_from)
+        self.waves = int(waves) if self._pipeline == "disaggregated" else 1
         self._warm_up = 0 if "warm_up" in off else int(warm_up_queries)
         self._packing = "packing" not in off
         self._persistent = self._ssd(persistent)
@@ -361,7 +365,7 @@ class KVDrive(Policy):
         if self._pipeline != "prefetch" or not self._predict_from <= layer < self.shape.num_layers - 1:
             return
         assert batch.predict is not None, "a decoder that calls layer_input predicts"
-        target = self._work.at("predicted", following, batch.queries.spans.nbytes)
+        target = self._space("predicted", following, batch.before, batch.queries.spans.nbytes)
         prediction = batch.predict(following, target)
         names = tuple(r.name for r in batch.requests)
         self._ahead[following, names] = self.engine.loop.spawn(self._prefetch(following, batch, target, prediction))
@@ -401,7 +405,7 @@ class KVDrive(Policy):
         """One micro-batch, requests [first, last) of the batch, through all four stages."""
         engine, mark = self.engine, self.engine.stages.mark
         part = _part(batch, first, last)
-        before = batch.requests[:first]
+        before = [*batch.before, *batch.requests[:first]]
         choices = await self._select(layer, part, before)
         looked_up = sum(
             c.chosen.size + int(_held(r).tiers.window.held(layer).sum())
@@ -561,7 +565,7 @@ class KVDrive(Policy):
     async def _prefetch(self, layer: int, batch: Batch, target: Segment, prediction: Prediction) -> None:
         """Fetch what a predicted query would choose of a layer that comes next."""
         predicted = replace(batch, queries=target, ready=prediction.ready)
-        choices = await self._select(layer, predicted, (), ahead=True)
+        choices = await self._select(layer, predicted, batch.before, ahead=True)
         for request, choice, position in zip(batch.requests, choices, batch.positions[:, 0].tolist(), strict=True):
             _held(request).early[layer] = await self._fetch(request, layer, position, choice.chosen, ahead=True)
 

@@ -28,6 +28,7 @@ from tierloop.devices.kernels.contract import DType
 from tierloop.devices.regions import Segment
 from tierloop.runtime.attention_mass import AttentionMass
 from tierloop.runtime.blocks import KVShape, TierTooSmall
+from tierloop.runtime.chunk_clusters import means_of
 from tierloop.runtime.chunk_index import ChunkIndex, expand, importance
 from tierloop.runtime.chunking import Chunking, Cut
 from tierloop.runtime.clusters import Members
@@ -164,6 +165,11 @@ def test_an_index_that_grew_has_the_bits_of_one_that_was_built_of_the_same_entri
                 )
         for index in (built, grown):
             machine.run(index.close())
+
+
+def test_a_chunk_mean_is_rounded_once() -> None:
+    keys = np.array([3e8, 1, -3e8, 0, 0, 2], dtype=np.float32).reshape(1, 1, 6, 1)
+    assert means_of(keys)[0, 0, 0] == np.float32(0.5), "a float32 sum has lost the 1"
 
 
 def test_what_is_grouped_does_not_depend_on_when_it_becomes_due() -> None:

@@ -1,4 +1,4 @@
-"""Tuning an index, a window and a micro-batch together, by a short calibration: KVDrive §6.2, as far as it is public.
+"""Tuning an index, a window, micro-batches and waves together, by a short calibration: KVDrive §6.2.
 
 One after the other, each with what was chosen before:
 
@@ -6,7 +6,8 @@ One after the other, each with what was chosen before:
    finely. Candidates are all of an accuracy that will do: time alone cannot tell which is not;
 2. the `window`: it grows while the cores take less time to find out what is missing than it takes to fetch that (a
    larger window misses less, but there is more to look up). The fastest of those that were tried is chosen;
-3. the `micro_batch`: the fastest.
+3. the `micro_batch`: the fastest;
+4. the `waves`: the fastest. They are not in the paper, whose micro-batches have the MLP in them.
 
 The paper gives the order and the rule of the window, not by how much times may differ to count as the same:
 `TOLERANCE` is assumed. Times come from a function that runs the policy, so they are measured, emulated or simulated.
@@ -71,6 +72,7 @@ class Candidates:
     centroids: Sequence[int] = (2048, 4096, 8192)
     windows: Sequence[float] = (1, 1.5, 2, 3, 4, 6, 8)
     micro_batches: Sequence[int] = (1, 2, 4)
+    waves: Sequence[int] = (1, 2)
 
     def __post_init__(self) -> None:
         for name, values in vars(self).items():
@@ -81,19 +83,24 @@ class Candidates:
 def tune(
     measure: Callable[[dict[str, Any]], Measured], candidates: Candidates, options: Mapping[str, Any] | None = None
 ) -> Tuned:
-    """Choose `centroids`, `window` and `micro_batch` for a policy that `measure` runs with the options it is given.
+    """Choose `centroids`, `window`, `micro_batch` and `waves` for a policy that `measure` runs with given options.
 
-    `options` are those that the policy has anyway, and what the three begin as. They are kept if nothing that was
+    `options` are those that the policy has anyway, and what the four begin as. They are kept if nothing that was
     tried is faster. Raises ConfigurationError where nothing can run.
     """
     tuning = _Tuning(measure)
     given = dict(options or {})
     as_given = tuning.run("as given", given)
-    smallest = {"window": min(candidates.windows), "micro_batch": min(candidates.micro_batches)}
+    smallest = {
+        "window": min(candidates.windows),
+        "micro_batch": min(candidates.micro_batches),
+        "waves": min(candidates.waves),
+    }
     centroids = tuning.index({**given, **smallest}, sorted(candidates.centroids))
     chosen = {**given, **smallest, "centroids": centroids}
     chosen["window"] = tuning.window(chosen, sorted(candidates.windows))
-    chosen["micro_batch"] = tuning.micro_batch(chosen, sorted(candidates.micro_batches))
+    chosen["micro_batch"] = tuning.fastest("micro_batch", chosen, sorted(candidates.micro_batches))
+    chosen["waves"] = tuning.fastest("waves", chosen, sorted(candidates.waves))
     measured = tuning.run("", chosen)
     if as_given.refused is None and as_given.ns_per_token < measured.ns_per_token:
         tuning.reasons.append("the given options are kept: nothing that was tried is faster")
@@ -154,11 +161,11 @@ class _Tuning:
         self._because("window", chosen, f"the fastest; {end}", times)
         return chosen
 
-    def micro_batch(self, options: dict[str, Any], sizes: Sequence[int]) -> int:
-        """The fastest micro-batch."""
-        times = self._times("micro_batch", options, sizes)
-        chosen = min(times, key=lambda size: (times[size], size))
-        self._because("micro_batch", chosen, "the fastest", times)
+    def fastest(self, option: str, options: dict[str, Any], values: Sequence[int]) -> int:
+        """The value of an option that is fastest, the smallest of those that are equally fast."""
+        times = self._times(option, options, values)
+        chosen = min(times, key=lambda value: (times[value], value))
+        self._because(option, chosen, "the fastest", times)
         return chosen
 
     def _times(self, option: str, options: dict[str, Any], values: Sequence[int]) -> dict[int, float]:

@@ -103,7 +103,7 @@ def test_the_examples_of_placement_run(installed: Callable[[Path], None], capsys
 
 def test_the_examples_of_tuning_run(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_blocks(ROOT / "docs" / "tuning.md")
-    assert names["tuned"].options == {"centroids": 2048, "window": 3, "micro_batch": 1}
+    assert names["tuned"].options == {"centroids": 2048, "window": 3, "micro_batch": 1, "waves": 1}
     assert capsys.readouterr().out.splitlines() == [
         "3 [None, 1, 2, 3]",
         "4 FLOP/byte, P 20, even at a hit rate of 80%",

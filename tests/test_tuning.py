@@ -146,7 +146,12 @@ def test_the_command_says_what_it_chose_and_all_that_it_tried(run_cli: Callable[
     )
     shown = json.loads(out)
     assert code == 0
-    assert shown["candidates"] == {"centroids": [128, 1000000], "windows": [1, 2], "micro_batches": [1, 2]}
+    assert shown["candidates"] == {
+        "centroids": [128, 1000000],
+        "windows": [1, 2],
+        "micro_batches": [1, 2],
+        "waves": [1, 2],
+    }
     assert shown["options"]["centroids"] == 128
     assert shown["options"]["persistent"] == "none"
     assert shown["gain"] >= 1

@@ -1,4 +1,4 @@
-"""`tierloop tune`: the index, window and micro-batch of a policy for a model and a machine, by short phantom runs."""
+"""`tierloop tune`: index, window, micro-batch and waves of a policy for a model and a machine, by short phantom runs."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ def tune(
         list[int] | None,
         typer.Option("--micro-batch", min=1, help="One to try; repeatable. [powers of two up to the batch]"),
     ] = None,
+    waves: Annotated[
+        list[int] | None, typer.Option("--waves", min=1, help="A number of waves to try; repeatable. [1, 2]")
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", help="An option of the policy: budget=0.1. Repeatable.", metavar="KEY=VALUE"),
@@ -50,7 +53,7 @@ def tune(
     overrides: options.Overrides = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Choose the size of the index, the window and the micro-batch of a policy by short runs without bytes.
+    """Choose index, window, micro-batch and waves of a policy by short runs without bytes.
 
     Exit codes: 0 good, 2 the input was wrong, or nothing fits.
     """
@@ -63,10 +66,15 @@ def tune(
     if kv_dtype not in DTYPES:
         raise ConfigurationError(f"--kv-dtype {kv_dtype!r}: {nearest(kv_dtype, sorted(DTYPES))}")
     given = options.assignments(option, "--option")
-    check_options(find_policy(policy), {**given, "centroids": 0, "window": 0, "micro_batch": 0})
+    check_options(find_policy(policy), {**given, "centroids": 0, "window": 0, "micro_batch": 0, "waves": 0})
     powers = [1 << n for n in range(batch.bit_length())]
     usual = Candidates()
-    candidates = Candidates(centroids or usual.centroids, window or usual.windows, micro_batch or powers)
+    candidates = Candidates(
+        centroids or usual.centroids,
+        window or usual.windows,
+        micro_batch or powers,
+        waves or list(range(1, min(batch, 2) + 1)),
+    )
     config: dict[str, Any] = {
         "policy": policy, "platform": platform, "model": model, "context": context, "batch": batch, "steps": steps,
         "warmup_steps": warmup_steps, "given": given, "candidates": asdict(candidates), "locality": locality,
@@ -135,12 +143,12 @@ def table(tuned: Tuned, config: dict[str, Any]) -> Table:
         title_justify="left",
         header_style="bold",
     )
-    headings = "tried", "centroids", "window", "micro_batch", "ms per token", "evaluate", "fetch", "provenance"
+    headings = "tried", "centroids", "window", "micro_batch", "waves", "ms per token", "evaluate", "fetch", "provenance"
     for heading in headings:
         shown.add_column(heading, justify="left" if heading in ("tried", "provenance") else "right")
     for trial in tuned.trials:
         measured = trial.measured
-        cells = [trial.purpose, *(_option(trial, name) for name in ("centroids", "window", "micro_batch"))]
+        cells = [trial.purpose, *(_option(trial, name) for name in ("centroids", "window", "micro_batch", "waves"))]
         if measured.refused is not None:
             shown.add_row(*map(Text, cells), "–", "–", "–", Text(f"refused: {measured.refused}"), style="yellow")
             continue

@@ -140,12 +140,12 @@ def unpack_table(raw: Bytes, place: str, region_nbytes: int) -> Commit:
         raise ConfigurationError(f"{place} is damaged: its table is no table")
     table = Table(content, place)
     layers, heads = (table.integer(key, 1, 1 << 16) for key in ("layers", "heads"))
-    widths = [table.integer(key, 1, 1 << 20) for key in ("head_dim", "head_dim_v")]
+    width, width_v = (table.integer(key, 1, 1 << 20) for key in ("head_dim", "head_dim_v"))
     dtype, tokens = table.text("dtype"), table.integer("tokens_per_entry", 1, 1 << 20)
     most_entries, appends = (table.integer(key, 1, 1 << 31) for key in ("most_entries", "appends"))
     notes_nbytes, grid = table.integer("notes_nbytes", 0, LARGEST), table.integer("grid", 1, 1 << 30)
     try:
-        shape = KVShape(layers, heads, 1, *widths, dtype=dtype)  # type: ignore[arg-type]  # KVShape checks it
+        shape = KVShape(layers, heads, 1, width, width_v, dtype)  # type: ignore[arg-type]  # KVShape checks it
         geometry = Geometry(EntryShape(shape, tokens), most_entries, notes_nbytes, appends, grid)
     except ConfigurationError as error:
         raise table.error("", f"damaged: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,7 @@ def test_a_table_says_what_was_committed() -> None:
 
 
 def test_a_table_is_as_long_whatever_the_checksums_are() -> None:
-    other = Commit(
-        *(getattr(COMMIT, f) for f in ("name", "fingerprint", "geometry", "length")),
-        *(  # type: ignore[arg-type]
-            COMMIT.tokens._replace(checksum=0xFFFFFFFF),
-            COMMIT.orders,
-            COMMIT.notes,
-        ),
-    )
+    other = replace(COMMIT, tokens=COMMIT.tokens._replace(checksum=0xFFFFFFFF))
     assert len(pack_table(other)) == len(pack_table(COMMIT))
 
 

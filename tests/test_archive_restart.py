@@ -40,8 +40,9 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
 from tierloop.devices.site import Site
 from tierloop.runtime.archive import Archive
+from tierloop.runtime.archive_catalogue import Catalogue
 from tierloop.runtime.archive_check import discard, fsck
-from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.blocks import KVShape, TierTooSmall
 from tierloop.runtime.engine import Engine
 
 SIZE = ENTRIES.nbytes
@@ -232,6 +233,22 @@ def test_archives_come_before_anything_else_on_a_medium(tmp_path: Path) -> None:
         engine.scratch(DRIVE, 4096)
         with pytest.raises(ConfigurationError, match="open archives before anything else"):
             new(engine)
+
+
+def test_a_full_list_of_archives_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    with machine(tmp_path, tmp_path / "drive") as engine:
+        content = run(engine, lambda: write_some(engine, "r0"))
+        store = engine.platform.memory_owner(DRIVE)._store  # type: ignore[attr-defined]
+        used = store.used
+        twin = Catalogue.of(engine, DRIVE)._twin
+        twin._place_nbytes //= 32  # less than a page: the sixteen blocks of a place hold hundreds of archives
+        archive = new(engine, "r1")
+        with pytest.raises(TierTooSmall, match="does not fit"):
+            run(engine, lambda: archive.commit([1], 1))
+        archive.close(keep=True)
+        assert store.used == used
+        twin._place_nbytes *= 32
+        assert run(engine, lambda: adopted(engine)) == content
 
 
 # -- the file of an emulated memory ---------------------------------------------------------------------------------

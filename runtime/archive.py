@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Flush
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError
+from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.waiting import DEADLINE_NS
 from tierloop.runtime.archive_catalogue import LONGEST_NAME, Catalogue, Key
@@ -93,7 +93,7 @@ class Archive:
         catalogue.open(key)
         try:
             region = catalogue.alloc(geometry.nbytes, f"{most_entries:,} entries of {request_name}")
-        except TierTooSmall:
+        except BaseException:
             catalogue.leave(key)
             raise
         self._build(engine, catalogue, key, region, geometry)
@@ -134,6 +134,7 @@ class Archive:
 
         `data` (heads, n, bytes of an entry) must stay unchanged until the commands have ended; None in phantom runs.
         Raises ValueError for what is no entry, is there already or comes twice, TierTooSmall where a segment is full.
+        No entries take no command.
         """
         if data is None:
             if not self._engine.phantom:
@@ -143,6 +144,8 @@ class Archive:
                 f"bytes of entries are uint8 {(*order.shape, self.geometry.entries.nbytes)}, "
                 f"got {data.dtype} {data.shape}"
             )
+        if order.ndim == 2 and not order.shape[1]:
+            return []
         append, target = self._layout.lay(layer, order)
         if data is None or self._engine.phantom:
             buffer = self._room(target.spans.nbytes)
@@ -156,7 +159,7 @@ class Archive:
             buffer = rows.reshape(-1)
         try:
             written = self._engine.write(target, buffer)
-        except DeviceError:
+        except Exception:
             self._layout.undo(append)
             raise
         self._open.append(written)
@@ -180,7 +183,7 @@ class Archive:
             seen = self._engine.read(source, buffer, after)
             self._open.append(seen)
             done = self._engine.copy(source, target, [seen])
-        except (DeviceError, ValueError):
+        except Exception:
             self._layout.undo(append)
             raise
         if not self._engine.phantom:

@@ -240,8 +240,12 @@ class Catalogue:
             {"name": key[0], "fingerprint": key[1], "offset": each.offset, "nbytes": each.region.nbytes}
             for key, each in listed.items()
         ]
-        self._certain = False
-        self._change = self._twin.write({"archives": rows})
+        certain, self._certain = self._certain, False
+        try:
+            self._change = self._twin.write({"archives": rows})
+        except TierTooSmall:  # nothing was submitted
+            self._certain = certain
+            raise
         self._change.counts.on_done(partial(self._changed, listed))
         return self._change
 

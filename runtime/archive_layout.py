@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.archive_geometry import Geometry
@@ -38,10 +37,6 @@ class Layout:
 
     def __init__(self, region: Region, geometry: Geometry, what: str) -> None:
         layers, heads = geometry.layers, geometry.heads
-        if geometry.segment_nbytes // geometry.granule >= 1 << 31:
-            raise ConfigurationError(
-                f"{what}: a segment of {geometry.segment_nbytes:,} bytes is too large for pieces of {geometry.granule}"
-            )
         self.region = region
         self.geometry = geometry
         self.used = np.zeros(layers, dtype=np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError
+from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region
 from tierloop.runtime.archive_geometry import COMMITS
 from tierloop.runtime.archive_pages import BlockMap, Bytes, Stored
@@ -61,7 +61,7 @@ class Notebook:
         padded[: len(data)] = data
         try:
             written = self._engine.write(self._blocks.segment(stored.blocks), padded)
-        except DeviceError:
+        except Exception:
             self._blocks.give(stored.blocks)
             raise
         return stored, self._begun(written)

@@ -358,7 +358,7 @@ def fingerprint(request: Request, entries: EntryShape, how: Chunking) -> str:
     """What kept entries are of: the weights, the cache's shape and the index. At most 256 characters."""
     shape = entries.shape
     sizes = (shape.num_layers, shape.num_kv_heads, shape.group, shape.head_dim, shape.head_dim_v)
-    return f"{request.model[:64] or 'unnamed'} {shape.dtype} {sizes} {astuple(how)}".replace(" ", "")
+    return f"{request.model[:16] or 'unnamed'} {shape.dtype} {sizes} {astuple(how)}".replace(" ", "")
 
 
 def largest(engine: Engine, memory: str, most: int) -> int:

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError, nearest
+from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, nearest
 from tierloop.devices.kernels.contract import CODE_RANGE, Append, Codes, Quantize
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
@@ -59,6 +59,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prompt_tokens or len(self.tokens)
+
+    def fail(self, error: DeviceError) -> None:
+        """End the request alone; what it failed with first stays, by its cause where the command was only cancelled."""
+        cause = error.__cause__ if isinstance(error, Cancelled) else None
+        self.failure = self.failure or (cause if isinstance(cause, DeviceError) else error)
 
     @property
     def blocks(self) -> BlockTable:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierloop.devices.errors import ConfigurationError, Timeout
+from tierloop.devices.errors import ConfigurationError, MediaError, Timeout
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.compare import find_policy, kv_shape
@@ -290,3 +290,40 @@ def test_a_failure_is_raised_where_no_other_request_is_left() -> None:
 
 def test_a_deadline_that_is_kept_changes_nothing() -> None:
     assert kvdrive(deadline_ms=1000.0).outputs.tobytes() == usual()
+
+
+@pytest.mark.parametrize("synchronisation", ["naive", "block-sparse", "hierarchical", "balanced"])
+def test_a_medium_error_ends_the_request_that_reads_it_and_no_other(synchronisation: str) -> None:
+    prompts = [PROMPT, OTHER]
+    options = {**SMALL_ZONES, "dram_share": 0.0, "window": 0.0, "synchronisation": synchronisation}
+    alone = kvdrive([OTHER], **options)
+    with open_platform(SMALL, check_hazards=True) as platform:
+        engine = Engine(platform, kv_shape(MODEL, "float32", 16, 16))
+        policy = make(find_policy("kvdrive"), engine, options)
+        decoder = Decoder(Modules(MODEL.module), engine, policy, 2)
+        requests = []
+        for name, prompt in zip(("bad", "good"), prompts, strict=True):
+            prefill = dense_of(MODEL, tuple(prompt), TOKENS).prefill
+            request = Request(name, [*prompt, prefill.first_token], len(prompt) + TOKENS, len(prompt))
+            engine.loop.run(decoder.adopt(request, prefill))
+            requests.append(request)
+        engine.loop.run(decoder.step(requests))
+        bad, good = requests
+        archive = bad.state["held"].tiers.archive
+        media = archive.segment_of(3)
+        drive: Any = platform.memory_owner("emu:nvme")
+        begin = drive.offset_of(archive.region)
+        for offset, nbytes in media.spans.array.tolist():
+            for block in range((begin + offset) // 4096, (begin + offset + nbytes) // 4096):
+                drive.firmware.inject(block)
+        before = list(bad.tokens)
+        engine.loop.run(decoder.step(requests))
+        assert isinstance(bad.failure, MediaError)
+        assert bad.tokens == before
+        engine.loop.run(policy.release(bad))
+        for _ in range(TOKENS - 3):
+            engine.loop.run(decoder.step([good]))
+        assert good.tokens[len(OTHER) :] == alone.tokens[0]
+        engine.loop.run(policy.release(good))
+        engine.close()
+        assert_nothing_is_left(platform)

@@ -383,7 +383,7 @@ class KVDrive(Policy):
                     await commit(self.engine, self._cache, request, held)
                 copies = await self._cache.settle(held, layer, position)
             except DeviceError as error:
-                request.failure = request.failure or error
+                request.fail(error)
             persisting.append(copies)
             for side, segment in zip(targets, await self._cache.open(held, layer, position), strict=True):
                 side.append(segment)
@@ -493,7 +493,7 @@ class KVDrive(Policy):
         try:
             return self._synchroniser.fetch(tiers, layer, heads, entries, slots, held.plan.k, traffic)
         except DeviceError as error:
-            request.failure = error
+            request.fail(error)
             return Fetch()
 
     async def _arrive(self, request: Request, arriving: list[Completion]) -> list[Completion]:
@@ -504,7 +504,7 @@ class KVDrive(Policy):
             try:
                 await (self._within(completion, begun + self._deadline_ns) if self._deadline_ns else completion)
             except DeviceError as error:
-                request.failure = request.failure or error
+                request.fail(error)
         if request.failure is not None:
             _held(request).late += arriving
             return []
@@ -515,7 +515,7 @@ class KVDrive(Policy):
         try:
             await completion
         except DeviceError as error:
-            request.failure = request.failure or error
+            request.fail(error)
 
     async def _within(self, completion: Completion, deadline_ns: int) -> None:
         """Wait until a time of the clock. Raises Timeout, or what the completion failed with."""

@@ -101,6 +101,12 @@ class Held:
         return found
 
 
+def held_by(request: Request) -> Held:
+    """An admitted request's entries."""
+    held: Held = request.state["held"]
+    return held
+
+
 class EntryCache:
     """Entries of all requests of one policy. `Synchroniser` brings back what is missing on the GPU."""
 

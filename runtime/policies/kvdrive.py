@@ -4,8 +4,8 @@ The cache is cut into entries of a few consecutive tokens (runtime/entries.py). 
 in DRAM, and each layer and KV head has a window of entries on the GPU. In every step the GPU scores the centroids of an
 index of mean keys (runtime/chunk_index.py), the host expands the best clusters to the K entries that are attended,
 those that the window lacks are fetched (runtime/synchronisation.py), and the GPU attends over them, the first tokens
-and the newest (runtime/entry_stages.py). Afterwards, off the critical path, each window gives up what this step's ranking likes least: the
-present score is taken for the next step's (runtime/windows.py).
+and the newest (runtime/entry_stages.py). Afterwards, off the critical path, each window gives up what this step's
+ranking likes least: the present score is taken for the next step's (runtime/windows.py).
 
 Pipelines. `sequential`: select, evaluate, fetch, attend and evict one after the other, for the whole batch. `prefetch`:
 the next layer's entries are fetched by a query that is predicted from this layer's input; what is attended is still

@@ -9,6 +9,7 @@ profile, not another class. Options:
     constants    numbers of the profile to change, as a table of its shape
     reaches      {memory: route}: other memories that the executors reach; set by the registry
     backing      a folder for sparse files that hold the bytes, instead of the host's memory
+    keep         a file that holds the bytes of a persistent memory from one opening to the next (kept.py)
     numa_node    what DeviceInfo reports
     folder       where relative paths begin; set by the registry
 
@@ -39,6 +40,7 @@ from tierloop.devices.site import Site
 from tierloop.devices.tables import Table
 from tierloop.emulators.costs import Costs
 from tierloop.emulators.fabric import Fabric, Job, Medium
+from tierloop.emulators.kept import KeptFile
 from tierloop.emulators.loads import Load, start_loads
 from tierloop.emulators.numerics import Numerics, Outcome
 from tierloop.emulators.pacing import late_start, pace_of
@@ -66,12 +68,18 @@ def open_emulated(name: str, site: Site, options: dict[str, Any]) -> EmulatedDev
     executors = table.names("executors", ()) if table.has("executors") else None
     constants = table.table("constants").values
     backing = folder / table.text("backing") if table.has("backing") else None
+    keep = folder / table.text("keep") if table.has("keep") else None
     numa_node = table.integer("numa_node", 0, 1023) if table.has("numa_node") else None
     path = find_profile(table.text("profile"), folder)
     table.finish()
     if backing is not None and not backing.is_dir():
         raise table.error("backing", f"{backing} is not a folder")
-    return EmulatedDevice(name, site, read_profile(path, capacity, executors, constants), reaches, backing, numa_node)
+    profile = read_profile(path, capacity, executors, constants)
+    if keep is not None and (profile.memory is None or not profile.memory.persistent):
+        raise table.error("keep", f"profile {profile.name} has no persistent memory: it forgets its bytes")
+    if keep is not None and backing is not None:
+        raise table.error("keep", "given with `backing`; allowed: one of them")
+    return EmulatedDevice(name, site, profile, reaches, backing, numa_node, keep)
 
 
 HANDLING_NS = 20_000
@@ -91,6 +99,7 @@ class EmulatedDevice:
         reaches: dict[str, Any],
         backing: Path | None = None,
         numa_node: int | None = None,
+        keep: Path | None = None,
     ) -> None:
         self._name = name
         self._profile = profile
@@ -109,7 +118,7 @@ class EmulatedDevice:
         self._loads: list[Load] = []
         self.firmware: Firmware | None = None
         if profile.memory is not None:
-            self._open_memory(backing)
+            self._open_memory(backing, keep)
         self._info: DeviceInfo | None = None
         self._costs: list[Costs] = []
         self._occupies_core = [e.kind == "cores" for e in profile.executors for _ in range(e.queues)]
@@ -121,7 +130,7 @@ class EmulatedDevice:
         self._queues = QueueSet(name, sum(e.queues for e in profile.executors), depth, site, self._start)
         self._fabric.users.append(self._queues.uses)
 
-    def _open_memory(self, backing: Path | None) -> None:
+    def _open_memory(self, backing: Path | None, keep: Path | None) -> None:
         memory = self._profile.memory
         assert memory is not None
         if self._name in self._fabric.media:
@@ -133,7 +142,9 @@ class EmulatedDevice:
             on_media = PnmModel(memory.pnm)
         self.firmware = on_media or Passthrough(memory.read_bytes_per_s, memory.write_bytes_per_s)
         addressed = on_media is not None
-        self._store = Store(self._name, memory.capacity, memory.alignment, addressed, backing, self._fabric.regions)
+        kept = None if keep is None else KeptFile(self._name, keep)
+        regions = self._fabric.regions
+        self._store = Store(self._name, memory.capacity, memory.alignment, addressed, backing, regions, kept)
         medium = Medium(self._name, memory, self._store, on_media, self._fabric.flows)
         self._loads = start_loads(self._fabric, medium)
         self._fabric.media[self._name] = medium
@@ -153,6 +164,22 @@ class EmulatedDevice:
         if memory not in (None, self._name):
             raise OutOfRange(self._name, "alloc", f"there is no memory {memory!r} here, only {self._name!r}")
         return self._store.alloc(nbytes, phantom)
+
+    def adopt(self, offset: int, nbytes: int) -> Region:
+        """The region that was at `offset` of the file that `keep` names (devices/persistent.py).
+
+        Raises Unsupported where no file is named, OutOfRange, OutOfMemory, Busy, Gone.
+        """
+        self._alive("adopt")
+        if self._store is None:
+            raise Unsupported(self._name, "adopt", "the device has no memory")
+        return self._store.adopt(offset, nbytes)
+
+    def offset_of(self, region: Region) -> int:
+        """Where a region lies on the medium: what `adopt` takes. Raises OutOfRange."""
+        if self._store is None:
+            raise OutOfRange(self._name, "offset_of", "the device has no memory")
+        return self._store.offset_of(region)
 
     def free(self, region: Region) -> None:
         """Give the bytes back. Raises OutOfRange, Busy, Gone."""

@@ -2,25 +2,29 @@
 
 A region is an anonymous mapping of its own, zeroed and backed by the host only where it is touched; with `backing` it
 is a sparse file in that folder instead, unlinked at once, so that a large drive does not have to fit the host's
-memory. A phantom region counts against the capacity and has no bytes. `Region.view` stays None: the host reaches the
-bytes through commands only, as it would with a device.
+memory; with `kept` it is a part of a file that outlives the store (kept.py). A phantom region counts against the
+capacity and has no bytes. `Region.view` stays None: the host reaches the bytes through commands only, as it would with
+a device.
 
-Where the medium needs addresses (flash, PNM), regions lie in one piece each on the medium, first fit.
+Where the medium needs addresses (flash, PNM, a kept file), regions lie in one piece each on the medium, first fit.
 """
 
 from __future__ import annotations
 
 import mmap
 import tempfile
+from math import lcm
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.drivers.extents import Extents
-from tierloop.devices.errors import OutOfMemory, OutOfRange
+from tierloop.devices.errors import Busy, OutOfMemory, OutOfRange, Unsupported
 from tierloop.devices.regions import Region
 from tierloop.devices.spans import Spans
+from tierloop.devices.system import from_os
+from tierloop.emulators.kept import PAGE, KeptFile
 
 Bytes = NDArray[np.uint8]
 _HUGE = 1 << 21
@@ -42,13 +46,15 @@ class Store:
         addressed: bool,
         backing: Path | None = None,
         live: dict[Region, Bytes | None] | None = None,
+        kept: KeptFile | None = None,
     ) -> None:
         self.name = name
         self.capacity = capacity
         self.used = 0
-        self._grid = grid
-        self._extents = Extents(capacity, grid) if addressed else None
+        self._grid = grid if kept is None else lcm(grid, PAGE)
+        self._extents = Extents(capacity, self._grid) if addressed or kept is not None else None
         self._backing = backing
+        self._kept = kept
         self._live = {} if live is None else live
         self._next_id = 0
         self._mine: dict[Region, int] = {}
@@ -77,7 +83,7 @@ class Store:
             )
         region = Region(self.name, self.name, self._next_id, nbytes, phantom)
         try:
-            self._live[region] = None if phantom else self._map(nbytes)
+            self._live[region] = None if phantom else self._map(nbytes, address)
         except (OSError, MemoryError, ValueError) as error:
             if self._extents is not None:
                 self._extents.give(address, nbytes)
@@ -89,10 +95,49 @@ class Store:
         self.used += size
         return region
 
+    def adopt(self, offset: int, nbytes: int) -> Region:
+        """The region that was at `offset` of a kept file, with its bytes. Raises Unsupported, OutOfRange, Busy."""
+        if self._kept is None or self._extents is None:
+            raise Unsupported(self.name, "adopt", "the memory does not keep its bytes: no file was named (`keep`)")
+        if nbytes < 1 or offset < 0 or offset % self._grid or offset + nbytes > self._extents.capacity:
+            raise OutOfRange(
+                self.name,
+                "adopt",
+                f"[{offset}, {offset + nbytes}) of {self._extents.capacity} bytes; it starts on a multiple of "
+                f"{self._grid}",
+            )
+        if not self._extents.take_at(offset, nbytes):
+            raise Busy(self.name, "adopt", f"[{offset}, {offset + nbytes}) belongs to another region")
+        region = Region(self.name, self.name, self._next_id, nbytes)
+        try:
+            self._live[region] = self._kept.map(offset, nbytes)
+        except (OSError, MemoryError, ValueError) as error:
+            self._extents.give(offset, nbytes)
+            raise OutOfMemory(self.name, "adopt", f"{nbytes} bytes: the host cannot map them: {error}") from error
+        self._mine[region] = offset
+        self._next_id += 1
+        self.used += self._size(nbytes)
+        return region
+
+    def offset_of(self, region: Region) -> int:
+        """Where a region lies on the medium. Raises OutOfRange."""
+        if region not in self._mine:
+            raise OutOfRange(self.name, "offset_of", f"{region} is not allocated here")
+        return self._mine[region]
+
     def free(self, region: Region) -> int:
         """Give a region back; returns where it began. Raises OutOfRange if it is not of this store or freed already."""
         if region not in self._mine:
             raise OutOfRange(self.name, "free", f"{region} is not a region of this device, or is freed")
+        address = self._drop(region)
+        if self._kept is not None and not region.phantom:
+            try:
+                self._kept.clear(address, self._size(region.nbytes))
+            except OSError as error:
+                raise from_os(self.name, "free", error, f"{region}") from error
+        return address
+
+    def _drop(self, region: Region) -> int:
         address = self._mine.pop(region)
         self._placed.pop(region, None)
         del self._live[region]
@@ -125,14 +170,19 @@ class Store:
         return made
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything; what is in a kept file stays there. Raises MediaError."""
         for region in list(self._mine):
-            self.free(region)
+            self._drop(region)
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            kept.close()
 
     def _size(self, nbytes: int) -> int:
         return -(-nbytes // self._grid) * self._grid
 
-    def _map(self, nbytes: int) -> Bytes:
+    def _map(self, nbytes: int, address: int) -> Bytes:
+        if self._kept is not None:
+            return self._kept.renew(address, nbytes)
         if self._backing is None:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are never huge
             if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -67,8 +67,24 @@ class Held:
     """What goes on after the attention of layers."""
     early: dict[int, Fetch] = field(default_factory=dict)
     """What has been prefetched for a layer and may still be on its way."""
+    late: list[Completion] = field(default_factory=list)
+    """What a request that has failed does not wait for."""
     persisting: dict[int, Completion] = field(default_factory=dict)
     """Who reads the staging space of a layer last."""
+
+    def placement(self) -> dict[str, int]:
+        """Bytes of entries by memory; an entry counts wherever it lies."""
+        tiers, index = self.tiers, self.index
+        layers, heads, _ = tiers.window.slots.shape
+        indexed = sum(index.end(layer) - index.first for layer in range(layers)) * heads
+        nbytes = tiers.gpu.nbytes
+        found = {tiers.gpu.memory: (tiers.gpu.count - tiers.gpu.free) * nbytes}
+        if tiers.dram is not None:
+            held = indexed if tiers.cache is None else tiers.dram.count - tiers.dram.free
+            found[tiers.dram.memory] = found.get(tiers.dram.memory, 0) + held * nbytes
+        if tiers.archive is not None:
+            found[tiers.archive.memory] = found.get(tiers.archive.memory, 0) + indexed * nbytes
+        return found
 
 
 class EntryCache:
@@ -103,7 +119,8 @@ class EntryCache:
                 moving = LAYERS_UNDER_WAY * shape.num_kv_heads * plan.k if plan.cached < most else 0
                 dram = Slots(engine, engine.host, lists * plan.cached + moving, self.entries.nbytes, "DRAM's share")
                 taken.append(dram)
-                cache = self._windows(plan, most, np.full((shape.num_layers, shape.num_kv_heads), plan.cached))
+                if plan.cached < most:
+                    cache = self._windows(plan, most, np.full((shape.num_layers, shape.num_kv_heads), plan.cached))
             fixed = lists * kept + LAYERS_UNDER_WAY * shape.num_kv_heads * plan.moving
             count = min(int(plan.windows.sum()) + fixed, lists * most)
             gpu = self._gpu_slots(plan, fixed, count)
@@ -141,6 +158,7 @@ class EntryCache:
         """Wait for what is under way and give everything back."""
         tiers = held.tiers
         under_way = [*held.persisting.values(), *(c for fetch in held.early.values() for c in fetch.arriving)]
+        under_way += held.late
         under_way += [c for readers in tiers.readers.values() for c in readers]
         for task in held.after:
             await _ended(task)
@@ -191,7 +209,7 @@ class EntryCache:
         slots = tiers.gpu.take(len(of))
         tiers.window.admit(layer, of, entries, slots, length)
         writes += self._write(tiers.gpu, slots, packed, of, entries)
-        if tiers.dram is not None and tiers.cache is not None:
+        if tiers.dram is not None:
             if plan.cached >= end - first:
                 of = np.repeat(self._heads, end - first)
                 entries = np.tile(np.arange(first, end), len(self._heads))
@@ -201,11 +219,19 @@ class EntryCache:
                 rest &= np.cumsum(rest, axis=1) <= plan.cached
                 of, at = np.nonzero(rest)
                 entries = ranked[of, at]
-            slots = tiers.dram.take(len(of))
-            tiers.cache.admit(layer, of, entries, slots, length)
-            writes += self._write(tiers.dram, slots, packed, of, entries)
+            writes += self._write(tiers.dram, self._into_dram(tiers, layer, of, entries, length), packed, of, entries)
         for completion in writes:
             await completion
+
+    @staticmethod
+    def _into_dram(tiers: Tiers, layer: int, heads: Int64, entries: Int64, step: int) -> Int64:
+        """Slots of DRAM for entries that it does not hold yet."""
+        assert tiers.dram is not None, "there is a share for DRAM"
+        if tiers.cache is None:
+            return tiers.in_dram(layer, heads, entries)
+        slots = tiers.dram.take(len(entries))
+        tiers.cache.admit(layer, heads, entries, slots, step)
+        return slots
 
     def _order(self, held: Held, layer: int, first: int, last: int) -> Int64:
         """Entries [first, last) as they are to lie on the SSD: int64 (heads, n)."""
@@ -297,12 +323,11 @@ class EntryCache:
             done = tiers.archive.take(layer, order, staged, [copied])
             held.persisting[layer % LAYERS_UNDER_WAY] = engine.stages.mark(done, PERSIST)
             copies.append(copied)
-        if tiers.dram is not None and tiers.cache is not None and held.plan.cached >= held.most:
-            slots = tiers.dram.take(order.size)
-            heads = np.repeat(self._heads, last - first)
-            numbers = tiers.window.slots[layer, heads, order.reshape(-1)].astype(np.int64)
+        if tiers.dram is not None and tiers.cache is None:
+            heads, entries = np.repeat(self._heads, last - first), order.reshape(-1)
+            numbers = tiers.window.slots[layer, heads, entries].astype(np.int64)
+            slots = self._into_dram(tiers, layer, heads, entries, step)
             copied = engine.copy(places(tiers.gpu, numbers), places(tiers.dram, slots))
-            tiers.cache.admit(layer, heads, order.reshape(-1), slots, step)
             copies.append(engine.stages.mark(copied, PERSIST))
         return copies
 

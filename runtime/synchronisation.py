@@ -71,6 +71,7 @@ class Tiers:
     window: Windows
     dram: Slots | None
     cache: Windows | None
+    """Who is in DRAM; None where it has a slot for every entry, or none at all."""
     archive: Archive | None
     work: Workspace
     traffic: Traffic = field(default_factory=Traffic)
@@ -84,6 +85,16 @@ class Tiers:
     grants: Region | None = None
     readers: dict[tuple[str, int], list[Completion]] = field(default_factory=dict)
     """Who reads the bytes of each buffer last: whatever is written there comes after it."""
+
+
+    def in_dram(self, layer: int, heads: Int64, entries: Int64) -> Int64:
+        """DRAM's slots of entries, −1 where it does not hold them. All int64 (n,)."""
+        if self.dram is None:
+            return np.full(len(entries), -1, dtype=np.int64)
+        if self.cache is not None:
+            return self.cache.slots[layer, heads, entries].astype(np.int64)
+        _, num_heads, most = self.window.slots.shape
+        return (layer * num_heads + heads) * most + entries
 
 
 @dataclass
@@ -172,13 +183,11 @@ class Synchroniser:
             tiers.missed[layer] *= MEMORY_OF_MISSES
         if not len(entries):
             return fetch
-        near = np.zeros(len(entries), dtype=bool)
-        if tiers.cache is not None and tiers.dram is not None:
-            held = tiers.cache.slots[layer, heads, entries].astype(np.int64)
-            near = held >= 0
-            if near.any():
-                source, target = places(tiers.dram, held[near]), places(tiers.gpu, slots[near])
-                fetch.arriving.append(self._mark(self._engine.copy(source, target), TRANSFER))
+        held = tiers.in_dram(layer, heads, entries)
+        near = held >= 0
+        if tiers.dram is not None and near.any():
+            source, target = places(tiers.dram, held[near]), places(tiers.gpu, slots[near])
+            fetch.arriving.append(self._mark(self._engine.copy(source, target), TRANSFER))
         traffic.from_dram += int(near.sum())
         far = ~near
         if far.any():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, Timeout
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.compare import find_policy, kv_shape
@@ -17,7 +17,7 @@ from tierloop.runtime.engine import Engine
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.policy import Policy, Request, make
 
-from .decoding import SMALL, Decoded, decode, dense_of
+from .decoding import SMALL, Decoded, assert_nothing_is_left, decode, dense_of
 from .tiny import tiny_model, tiny_workload
 
 MODEL = tiny_model(num_layers=6)
@@ -25,7 +25,7 @@ PROMPT = tiny_workload(205).token_ids
 OTHER = tiny_workload(150, seed=3).token_ids
 TOKENS = 12
 SMALL_ZONES: dict[str, Any] = {
-    "budget": 0.2, "local_tokens": 8, "update_tokens": 8, "centroids": 12, "predict_from": 0, "warm_up_queries": 16,
+    "persistent": "none", "budget": 0.2, "local_tokens": 8, "update_tokens": 8, "centroids": 12, "predict_from": 0, "warm_up_queries": 16,
 }  # fmt: skip
 """Decoding passes several updates of the index with these."""
 
@@ -235,3 +235,44 @@ def test_answers_are_those_of_an_index_made_by_hand() -> None:
     other = np.frombuffer(kvdrive(centroids=40).outputs.tobytes(), dtype=np.float32)
     assert everything.shape == other.shape
     assert not np.array_equal(everything, other), "the index decides what is attended"
+
+
+# -- what fails in the middle of a step -----------------------------------------------------------------------------
+
+
+def test_a_request_whose_entries_come_too_late_ends_alone() -> None:
+    """The short prompt needs no fetch: it goes on as if it were alone."""
+    short = PROMPT[:11]
+    alone = kvdrive([short], centroids=0, update_tokens=64)
+    with open_platform(SMALL, check_hazards=True) as platform:
+        engine = Engine(platform, kv_shape(MODEL, "float32", 16, 16))
+        options = {**SMALL_ZONES, "centroids": 0, "update_tokens": 64, "window": 0.0, "deadline_ms": 0.001}
+        policy = make(find_policy("kvdrive"), engine, options)
+        decoder = Decoder(Modules(MODEL.module), engine, policy, 2)
+        requests = []
+        for name, prompt in (("long", PROMPT), ("short", short)):
+            prefill = dense_of(MODEL, tuple(prompt), TOKENS).prefill
+            request = Request(name, [*prompt, prefill.first_token], len(prompt) + TOKENS, len(prompt))
+            engine.loop.run(decoder.adopt(request, prefill))
+            requests.append(request)
+        engine.loop.run(decoder.step(requests))
+        late, other = requests
+        assert isinstance(late.failure, Timeout)
+        assert "0.001 ms" in str(late.failure)
+        assert late.tokens == [*PROMPT, dense_of(MODEL, tuple(PROMPT), TOKENS).prefill.first_token]
+        engine.loop.run(policy.release(late))
+        for _ in range(TOKENS - 2):
+            engine.loop.run(decoder.step([other]))
+        assert other.tokens[len(short) :] == alone.tokens[0]
+        engine.loop.run(policy.release(other))
+        engine.close()
+        assert_nothing_is_left(platform)
+
+
+def test_a_failure_is_raised_where_no_other_request_is_left() -> None:
+    with pytest.raises(Timeout, match=r"0\.001 ms"):
+        kvdrive(window=0.0, deadline_ms=0.001)
+
+
+def test_a_deadline_that_is_kept_changes_nothing() -> None:
+    assert kvdrive(deadline_ms=1000.0).outputs.tobytes() == usual()

@@ -379,7 +379,9 @@ class KVDrive(Policy):
         rows, whole = [], True
         for i, (request, choice) in enumerate(zip(part.requests, choices, strict=True)):
             held, length = _held(request), int(request.blocks.length[layer])
-            attended = self._cache.attended(held, layer, length, choice.chosen)
+            # What was to come for a request that has failed may still be written to: it is left out.
+            chosen = choice.chosen if request.failure is None else choice.chosen[:, :0]
+            attended = self._cache.attended(held, layer, length, chosen)
             rows.append(self._cache.rows(held, layer, i, length, attended))
             if attended.shape[1] < self._entries.count(length):
                 batch.attended_rows[first + i] = _positions(attended, self._entries.tokens, length)
@@ -436,10 +438,10 @@ class KVDrive(Policy):
         traffic = tiers.prefetched if ahead else tiers.traffic
         heads, entries = tiers.window.missing(layer, chosen)
         traffic.hits += chosen.size - len(entries)
+        if request.failure is not None:
+            return Fetch()
         slots = await self._cache.room(held, len(entries))
         tiers.window.admit(layer, heads, entries, slots, step)
-        if request.failure is not None:
-            return Fetch()  # its bytes do not matter any more
         try:
             return self._synchroniser.fetch(tiers, layer, heads, entries, slots, held.plan.k, traffic)
         except DeviceError as error:
@@ -455,7 +457,10 @@ class KVDrive(Policy):
                 await (self._within(completion, begun + self._deadline_ns) if self._deadline_ns else completion)
             except DeviceError as error:
                 request.failure = request.failure or error
-        return [c for c in arriving if c.done and c.error is None]
+        if request.failure is not None:
+            _held(request).late += arriving
+            return []
+        return arriving
 
     async def _unless_failed(self, request: Request, completion: Completion) -> None:
         """Wait; what fails ends this request and no other."""
@@ -492,6 +497,8 @@ class KVDrive(Policy):
         await attended
         for completion in persisting:
             await self._unless_failed(request, completion)
+        if request.failure is not None:
+            return  # its slots go when it is released, and nobody writes to them any more
         await self._lookup.take(choice.ranked.size, EVICT)
         slots = tiers.window.evict(layer, choice.ranked, plan.k, step)
         tiers.gpu.give(slots)
@@ -500,10 +507,10 @@ class KVDrive(Policy):
             await self._unless_failed(request, done)
             if tiers.dram is not None and tiers.cache is not None:
                 tiers.cache.admit(layer, heads, entries, numbers, step)
-        if tiers.dram is not None and tiers.cache is not None and plan.cached < held.most:
+        if tiers.dram is not None and tiers.cache is not None:
             tiers.dram.give(tiers.cache.evict(layer, choice.ranked, plan.k, step))
         last = index.due(layer, int(request.blocks.length[layer]))
-        if last > index.end(layer) and request.failure is None:
+        if last > index.end(layer):
             keys = self._cache.keys(held, layer, index.end(layer), last)
             index.extend(layer, last, (keys,), [appended])
         if layer == self.shape.num_layers - 1:
@@ -543,14 +550,7 @@ class KVDrive(Policy):
         return self._work.at(use, layer, nbytes, sum(r.state["wants"][use][1] for r in before))
 
     def placement(self, request: Request) -> dict[str, int]:
-        tiers = _held(request).tiers
-        found: dict[str, int] = {}
-        for slots in (tiers.gpu, tiers.dram):
-            if slots is not None:
-                found[slots.memory] = found.get(slots.memory, 0) + (slots.count - slots.free) * slots.nbytes
-        if tiers.archive is not None:
-            found[tiers.archive.memory] = tiers.archive.nbytes
-        return found
+        return _held(request).placement()
 
     def report(self) -> dict[str, Any]:
         """For each request: where chosen entries were found, evictions, bytes read from the SSD, hit rate by step."""

@@ -18,6 +18,7 @@ from tierloop.tools.reproducing import platform_digests
 LINK = "links.pcie.bytes_per_s"
 SSD_LINK = "links.nvme.bytes_per_s"
 SSD = "devices.nvme.constants.executors.dma.bytes_per_s"
+LAUNCH = "devices.gpu.constants.executors.gpu.overhead_ns"
 CHANNELS = "devices.nvme.constants.memory.flash.channels"
 
 
@@ -112,11 +113,17 @@ class Constants:
     sweep_windows: tuple[float, ...] = (2.0, 3.0, 4.0)
     sweep_batches: tuple[int, int] = (1, 4)
     sweep_best: tuple[float, float] = (2.0, 4.0)
+    sweep_lookup_ns: tuple[float, ...] = (2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 200.0)
+    """Points of the range of `lookup_ns`."""
 
     # -- K7: Fig. 17 to 19 --------------------------------------------------------------------------------------------
     chunks: tuple[int, ...] = (1, 4, 8)
     best_chunk: int = 4
+    chunk_centroids: int = 4096
+    """For all sizes of chunks; with more, chunks of 8 would have no two of them to a centroid."""
     centroid_sweep: tuple[int, ...] = (2048, 4096, 8192)
+    proportional: tuple[float, float] = (0.8, 1.2)
+    lookup_batches: tuple[int, ...] = (1, 4, 8)
     lookup_ms: tuple[float, float] = (0.2, 0.8)
     """Of a layer: the scale of the axis."""
     recall_loss: float = 0.01
@@ -141,16 +148,23 @@ class Constants:
     # -- K9: Fig. 23 --------------------------------------------------------------------------------------------------
     over_all_gpu: float = 3.0
     less_memory: float = 4.0
+    band_tolerance: float = 0.15
+    h20_nbytes: int = 96_000_000_000
+    all_gpu_share: float = 0.98
+    """Of the GPU's memory is for weights and KV, some of it left for what a step needs: assumed."""
 
     # -- K10: Fig. 11 -------------------------------------------------------------------------------------------------
     roofline_platform: str = "hybridgen-a100"
+    cpu_flops: tuple[float, float] = (12_300_000_000, 2_000_000_000_000)
+    """FlexGen's calibration; a vectorised kernel, which the memory limits."""
+    pcie: tuple[float, float] = (25_600_000_000, 30_000_000_000)
     crossing: tuple[float, float] = (0.70, 0.90)
     """80 %, read off a schematic figure."""
 
     # -- K11: Fig. 10 -------------------------------------------------------------------------------------------------
     pipeline_context: int = 61_440
     pipeline_window: float = 1.0
-    pipeline_batches: tuple[int, ...] = (1, 2, 4, 8)
+    pipeline_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     longest_tolerance: float = 0.10
     predicted: tuple[float, float] = (0.8, 1.0)
     """Share of the entries that a query predicted a layer ahead finds: SmolLM2's rows (docs/reproduction.md, H4); all."""

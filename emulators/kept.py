@@ -64,9 +64,11 @@ class KeptFile:
         return self.map(offset, nbytes)
 
     def clear(self, offset: int, nbytes: int) -> None:
-        """Make bytes read as zeros and give their space back. Raises OSError."""
-        nbytes = min(nbytes, self._size - offset)
-        if nbytes > 0:
+        """Make bytes read as zeros and give their space back; at the end the file gets shorter. Raises OSError."""
+        if offset < self._size <= offset + nbytes:
+            self._system.resize(self._fd, offset)
+            self._size = offset
+        elif offset < self._size:
             self._system.fallocate(self._fd, PUNCH_HOLE, offset, nbytes)
 
     def close(self) -> None:

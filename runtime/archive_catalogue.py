@@ -11,6 +11,7 @@ other one, and in phantom runs, it does and costs the same as long as the platfo
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,6 +146,20 @@ class Catalogue:
     def give(self, region: Region) -> None:
         """Give the space of an archive that is not listed back."""
         self._device.free(region)
+
+    def collect(self) -> None:
+        """Give the space between archives back that no region lies in; where another one does, nothing is changed."""
+        if self.keeper is None:
+            return
+        info = self._device.info.memory(self.memory)
+        assert info is not None
+        taken = [(0, self._region.nbytes), *((each.offset, each.region.nbytes) for each in self.listed.values())]
+        ends = [-(-(offset + nbytes) // self._block) * self._block for offset, nbytes in sorted(taken)]
+        begins = [offset for offset, _ in sorted(taken)[1:]]
+        for begin, end in zip(ends, [*begins, info.capacity // self._block * self._block], strict=True):
+            if end > begin:
+                with suppress(Busy, OutOfMemory):
+                    self._device.free(self.keeper.adopt(begin, end - begin))
 
     # -- on the medium --------------------------------------------------------------------------------------------
 

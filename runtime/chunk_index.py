@@ -18,78 +18,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError
-from tierloop.devices.kernels.contract import Cluster, Dense, KernelArgs, Score, Topk, num_clusters
-from tierloop.devices.regions import Region, Segment
+from tierloop.devices.kernels.contract import Dense, Score, Topk
+from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
+from tierloop.runtime.attention_mass import AttentionMass
 from tierloop.runtime.blocks import K
+from tierloop.runtime.chunk_clusters import ChunkClusters, Started
+from tierloop.runtime.chunking import Chunking as Chunking
+from tierloop.runtime.chunking import Cut
 from tierloop.runtime.clusters import Members
 from tierloop.runtime.decisions import Grouping, Question
-from tierloop.runtime.dtypes import from_bytes
 from tierloop.runtime.engine import Engine
 
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
 Work = Callable[[int, int], tuple[Segment, Segment]]
 """Working space where the modules run, for scores and for indices of so many bytes, free until a ranking is over."""
 
-CHUNKS_PER_CENTROID = 4
-"""Where `centroids` is 0: 120K tokens in chunks of 4 have 8,192 centroids in the paper, 60K have 4,096 (§1.2.7)."""
-MOST_CENTROIDS = 8192
-"""Where `centroids` is 0: the largest index that the paper tries."""
 
+class Group(NamedTuple):
+    """Entries that were grouped together: from the end of the group before to below `last`."""
 
-@dataclass(frozen=True)
-class Chunking:
-    """How a request's keys are cut into chunks and grouped.
-
-    `centroids` are those of each KV head for the prompt, at most; 0 stands for a quarter of the prompt's chunks, and no
-    more than `MOST_CENTROIDS`. Later chunks have as many for their number. Raises ConfigurationError.
-    """
-
-    chunk_tokens: int = 4
-    sink_tokens: int = 4
-    local_tokens: int = 64
-    update_tokens: int = 256
-    centroids: int = 0
-    segment_chunks: int = 8192
-    iterations: int = 10
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = int(field.name in ("chunk_tokens", "update_tokens", "segment_chunks"))
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 40:
-                raise ConfigurationError(f"{field.name} is {value!r}; it must be a whole number of at least {least}")
+    last: int
+    clusters: int
 
 
 @dataclass
 class _Pending:
-    """Entries that are being grouped: their labels, when `done` has ended; `scratch` is given back then."""
+    """A group under way, of a layer that holds `step` tokens."""
 
-    labels: Segment
-    done: Completion
-    last: int
-    clusters: int
+    group: Group
     step: int
-    scratch: list[Region]
+    started: Started
 
 
 @dataclass
 class _Layer:
-    """One layer's index: entries up to `end` are in `known` clusters of each KV head."""
+    """One layer's index: entries up to `end` are in `known` clusters of each KV head; `groups` is how it grew."""
 
     end: int
     members: list[Members]
     known: int = 0
+    groups: list[Group] = field(default_factory=list)
     pending: _Pending | None = None
 
 
@@ -101,47 +79,23 @@ class ChunkIndex:
     """
 
     def __init__(self, engine: Engine, how: Chunking, request_name: str, prompt_tokens: int, max_tokens: int) -> None:
-        _check_device(engine)
         shape = engine.shape
-        if how.chunk_tokens > max_tokens:
-            raise ConfigurationError(
-                f"{request_name}: chunk_tokens is {how.chunk_tokens}, but the context has no more than {max_tokens} "
-                f"tokens"
-            )
+        self.cut = Cut(how, request_name, prompt_tokens, max_tokens)
         self.how = how
         self.request_name = request_name
         self.prompt_tokens = prompt_tokens
-        self.first = -(-how.sink_tokens // how.chunk_tokens)
+        self.first = self.cut.first
         """The first indexed entry, after the sinks."""
-        self._engine = engine
-        chunks = max(self._last_of(prompt_tokens) - self.first, 0)
-        if how.centroids > chunks:
-            raise ConfigurationError(
-                f"{request_name}: centroids is {how.centroids}, but the prompt of {prompt_tokens} tokens has only "
-                f"{chunks} chunks of {how.chunk_tokens} tokens between its sinks and its local tokens"
-            )
-        wanted = how.centroids or min(-(-chunks // CHUNKS_PER_CENTROID), MOST_CENTROIDS)
-        self._chunks_of_prompt = chunks
-        self.cluster_chunks = -(-chunks // wanted) if wanted else CHUNKS_PER_CENTROID
-        """Chunks of a cluster, on average: so many for each centroid that there are no more of these than asked for."""
-        self._update = -(-how.update_tokens // how.chunk_tokens)
-        heads, row = shape.num_kv_heads, shape.head_dim * 4
-        updates = max(self._last_of(max_tokens) - self.first - chunks, 0) // self._update
-        self._width = self._clusters_of(chunks) + updates * self._clusters_of(self._update)
-        update = heads * min(self._update, max_tokens // how.chunk_tokens)
-        self._regions: list[Region] = []
+        self.engine = engine
+        self._clusters = ChunkClusters(engine, self.cut, request_name, how.iterations)
+        nbytes = shape.num_layers * shape.num_kv_heads * self.cut.width * shape.head_dim * 4
         try:
-            what = f"centroids of {request_name}"
-            self._centroids = self._claim(shape.num_layers * heads * self._width * row, what)
-            self._means = self._claim(update * row, f"chunk means of {request_name}")
-            self._labels = self._claim(shape.num_layers * update * 8, f"labels of {request_name}")
+            self._centroids = engine.claim(engine.dense.memory, max(nbytes, 1), f"centroids of {request_name}")
         except BaseException:
-            self._drop(self._regions)
+            self._clusters.close()
             raise
-        self._labels_nbytes = update * 8
-        self._means_free: list[Completion] = []
         nobody = Members()
-        self._layers = [_Layer(self.first, [nobody] * heads) for _ in range(shape.num_layers)]
+        self._layers = [_Layer(self.first, [nobody] * shape.num_kv_heads) for _ in range(shape.num_layers)]
         self._same: tuple[Members, Int64, int, int, Members] | None = None
 
     # -- what is indexed ----------------------------------------------------------------------------------------------
@@ -161,13 +115,17 @@ class ChunkIndex:
     @property
     def most_clusters(self) -> int:
         """Clusters of a layer and KV head at the end of the request's life."""
-        return self._width
+        return self.cut.width
+
+    def groups(self, layer: int) -> list[Group]:
+        """How the layer's index has grown, in order."""
+        return self._layers[layer].groups
 
     def centroids(self, layer: int, first: int = 0, count: int | None = None) -> Segment:
         """Centroids [first, first + count) of a layer (default: all), float32, one span for each KV head."""
-        row, heads = self._engine.shape.head_dim * 4, self._engine.shape.num_kv_heads
+        row, heads = self.engine.shape.head_dim * 4, self.engine.shape.num_kv_heads
         count = self._layers[layer].known - first if count is None else count
-        offsets = ((layer * heads + np.arange(heads, dtype=np.int64)) * self._width + first) * row
+        offsets = ((layer * heads + np.arange(heads, dtype=np.int64)) * self.cut.width + first) * row
         return Segment(self._centroids, Spans.equal(offsets, count * row))
 
     def order(self, layer: int, first: int, last: int) -> Int64:
@@ -175,8 +133,11 @@ class ChunkIndex:
         held = self._layers[layer]
         if not self.first <= first <= last <= held.end:
             raise ValueError(f"entries [{first}, {last}) of layer {layer}: indexed are [{self.first}, {held.end})")
-        rows = [m.positions[(m.positions >= first) & (m.positions < last)] for m in held.members]
-        return np.stack(rows)
+        found = np.empty((len(held.members), last - first), dtype=np.int64)
+        for head, members in enumerate(held.members):
+            mine = members.positions
+            found[head] = mine[(mine >= first) & (mine < last)]
+        return found
 
     # -- growing ------------------------------------------------------------------------------------------------------
 
@@ -186,70 +147,44 @@ class ChunkIndex:
         Whole entries with `local_tokens` behind them, one update at a time; `end` where less than one is due.
         """
         held = self._layers[layer]
-        full = self._last_of(length) - held.end >= self._update
-        return held.end + self._update if full and held.pending is None else held.end
+        full = self.cut.last(length) - held.end >= self.cut.update
+        return held.end + self.cut.update if full and held.pending is None else held.end
 
     async def build(self, layer: int, keys: Float32 | None, after: Sequence[Completion] = ()) -> None:
         """Index the prompt's entries: keys as stored, float32 (heads, tokens, head_dim), codes as codes.
 
         None in a phantom run. Raises TierTooSmall where there is no room for the prompt's chunk means.
         """
-        engine, shape, held = self._engine, self._engine.shape, self._layers[layer]
-        assert held.pending is None, "a layer is built once"
-        assert held.end == self.first, "a layer is built once"
-        chunks, c = self._chunks_of_prompt, self.how.chunk_tokens
-        if keys is not None and keys.shape != (shape.num_kv_heads, self.prompt_tokens, shape.head_dim):
-            raise ValueError(
-                f"keys of {self.request_name} have shape {keys.shape}; needed is "
-                f"{(shape.num_kv_heads, self.prompt_tokens, shape.head_dim)}"
-            )
-        if not chunks:
-            return
-        rows = shape.num_kv_heads * chunks
-        scratch: list[Region] = []
-        try:
-            for nbytes, what in ((rows * shape.head_dim * 4, "chunk means"), (rows * 8, "labels")):
-                scratch.append(engine.claim(engine.dense.memory, nbytes, f"{what} of {self.request_name}"))
-            means = scratch[0].at(0, rows * shape.head_dim * 4)
-            if keys is None:
-                stored = np.zeros(means.spans.nbytes, dtype=np.uint8)
-            else:
-                entries = keys[:, self.first * c : (self.first + chunks) * c]
-                stored = _means(entries.reshape(shape.num_kv_heads, chunks, c, -1)).view(np.uint8).reshape(-1)
-            written = engine.write(means, stored, after)
-        except BaseException:
-            self._drop(scratch)
-            raise
-        self._group(layer, self.first + chunks, means, scratch[1].at(0, rows * 8), [written], scratch)
-        await self.settle(layer)
+        shape, held = self.engine.shape, self._layers[layer]
+        assert not held.groups, "a layer is built once, and first"
+        needed = shape.num_kv_heads, self.prompt_tokens, shape.head_dim
+        if keys is not None and keys.shape != needed:
+            raise ValueError(f"keys of {self.request_name} have shape {keys.shape}; needed is {needed}")
+        group = Group(self.first + self.cut.chunks, self.cut.clusters(self.cut.chunks))
+        if self.cut.chunks:
+            centroids = self.centroids(layer, 0, group.clusters)
+            started = self._clusters.of_prompt(self.first, self.cut.chunks, keys, centroids, after)
+            held.pending = _Pending(group, self.prompt_tokens, started)
+            await self.settle(layer)
 
     def extend(self, layer: int, last: int, keys: Operand, after: Sequence[Completion]) -> None:
         """Start to index entries [end, last): `keys` are their K rows where the modules run, head by head.
 
         At most one update. Raises ValueError for entries or keys that are not the next ones.
         """
-        engine, shape, held = self._engine, self._engine.shape, self._layers[layer]
-        n, heads, c = last - held.end, shape.num_kv_heads, self.how.chunk_tokens
-        if held.pending is not None or not 0 < n <= self._update:
+        held = self._layers[layer]
+        chunks = last - held.end
+        if held.pending is not None or not 0 < chunks <= self.cut.update:
             raise ValueError(
                 f"{self.request_name}: entries up to {last} of layer {layer} cannot be indexed: {held.end} are, and "
-                f"{'some are under way' if held.pending else f'at most {self._update} at a time'}"
+                f"{'some are under way' if held.pending else f'at most {self.cut.update} at a time'}"
             )
-        if held.known + self._clusters_of(n) > self._width:
-            raise ValueError(f"{self.request_name}: there is room for {self._width} clusters of layer {layer}")
-        nbytes, rows = sum(s.spans.nbytes for s in keys), heads * n
-        if nbytes != rows * c * shape.row_nbytes(K):
-            raise ValueError(f"keys have {nbytes} bytes; {n} entries have {rows * c * shape.row_nbytes(K)}")
-
-        def average(reads: list[Bytes], writes: list[Bytes]) -> None:
-            stored = from_bytes(reads[0], shape.dtype).reshape(heads, n, c, -1)
-            writes[0][:] = _means(stored).view(np.uint8).reshape(-1)
-
-        means = self._means.at(0, rows * shape.head_dim * 4)
-        args = Dense("chunk means", rows * c * shape.head_dim, 0, nbytes + means.spans.nbytes, average)
-        made = engine.launch(engine.dense, args, (keys,), ((means,),), [*after, *self._means_free])
-        labels = self._labels.at(layer * self._labels_nbytes, rows * 8)
-        self._means_free = [self._group(layer, last, means, labels, [made], [])]
+        group = Group(last, self.cut.clusters(chunks))
+        if held.known + group.clusters > self.cut.width:
+            raise ValueError(f"{self.request_name}: there is room for {self.cut.width} clusters of layer {layer}")
+        centroids = self.centroids(layer, held.known, group.clusters)
+        started = self._clusters.of_update(layer, held.end, chunks, keys, centroids, after)
+        held.pending = _Pending(group, last * self.how.chunk_tokens + self.how.local_tokens, started)
 
     async def settle(self, layer: int) -> tuple[int, int]:
         """Wait for what `extend` has started; the entries [first, last) that are indexed by it."""
@@ -257,18 +192,23 @@ class ChunkIndex:
         pending, held.pending = held.pending, None
         if pending is None:
             return held.end, held.end
-        first, heads = held.end, len(held.members)
-        name = self.request_name
+        first, (last, clusters), name = held.end, pending.group, self.request_name
         grouping = Grouping(
-            f"clusters {name}", layer, name, pending.step, heads, pending.last - first, pending.clusters
+            f"clusters {name}", layer, name, pending.step, len(held.members), last - first, clusters
         )  # fmt: skip
         try:
-            labels = await self._engine.group(pending.labels, grouping, [pending.done])
+            labels = await self.engine.group(pending.started.labels, grouping, [pending.started.done])
         finally:
-            self._drop(pending.scratch)
-        held.members = [self._grown(m, labels[h], first, pending.clusters) for h, m in enumerate(held.members)]
-        held.end, held.known = pending.last, held.known + pending.clusters
-        return first, held.end
+            self._clusters.drop(pending.started.scratch)
+        self.add(layer, pending.group, labels)
+        return first, last
+
+    def add(self, layer: int, group: Group, labels: Int64) -> None:
+        """The next entries of a layer are in these clusters: labels (heads, entries) of each head from 0."""
+        held, last = self._layers[layer], group.last
+        held.members = [self._grown(m, labels[h], held.end, group.clusters) for h, m in enumerate(held.members)]
+        held.end, held.known = last, held.known + group.clusters
+        held.groups.append(group)
 
     async def close(self) -> None:
         """Wait for what is under way and give the memory back."""
@@ -277,42 +217,12 @@ class ChunkIndex:
                 if held.pending is not None:
                     pending, held.pending = held.pending, None
                     try:
-                        await pending.done
+                        await pending.started.done
                     finally:
-                        self._drop(pending.scratch)
+                        self._clusters.drop(pending.started.scratch)
         finally:
-            self._drop(self._regions)
-
-    def _group(
-        self, layer: int, last: int, means: Segment, labels: Segment, after: list[Completion], scratch: list[Region]
-    ) -> Completion:
-        """Start k-means over chunk means of entries [end, last), one span of all heads; `scratch` goes when it ends.
-
-        The kernel counts centroids over the whole launch; labels count those of their head.
-        """
-        engine, shape, held = self._engine, self._engine.shape, self._layers[layer]
-        heads, n = shape.num_kv_heads, last - held.end
-        count = self._clusters_of(n)
-        row = n * shape.head_dim * 4
-        start = int(means.spans.array[0, 0])
-        keys = Segment(means.region, Spans.equal(start + np.arange(heads, dtype=np.int64) * row, row))
-        runs = np.array([(0, head, held.end) for head in range(heads)], dtype=np.int64)
-        args = Cluster(
-            "float32", 1, heads, shape.head_dim, runs, self._segment, self.cluster_chunks, self.how.iterations
-        )  # fmt: skip
-        writes = ((self.centroids(layer, held.known, count),), (labels,))
-        done = engine.stages.mark(engine.launch(engine.dense, args, ((keys,),), writes, after), "index")
-
-        def of_heads(reads: list[Bytes], writes: list[Bytes]) -> None:
-            of_launch = np.ascontiguousarray(reads[0]).view(np.int64).reshape(heads, n)
-            mine = of_launch - np.arange(heads, dtype=np.int64)[:, None] * count
-            writes[0][:] = mine.view(np.uint8).reshape(-1)
-
-        relabel = Dense("index", heads * n, 0, 2 * labels.spans.nbytes, of_heads)
-        done = engine.launch(engine.dense, relabel, ((labels,),), ((labels,),), [done])
-        step = max(self.prompt_tokens, last * self.how.chunk_tokens + self.how.local_tokens)
-        held.pending = _Pending(labels, done, last, count, step, scratch)
-        return done
+            self._clusters.close()
+            self.engine.drop(self._centroids)
 
     def _grown(self, members: Members, labels: Int64, first: int, count: int) -> Members:
         """Members with `count` more clusters. Lists that are the same (in phantom runs) are one object."""
@@ -323,26 +233,6 @@ class ChunkIndex:
         grown.add(labels, first, count)
         self._same = members, labels.copy(), first, count, grown
         return grown
-
-    @property
-    def _segment(self) -> int:
-        return max(self.how.segment_chunks, self.cluster_chunks)
-
-    def _clusters_of(self, chunks: int) -> int:
-        return num_clusters(chunks, self._segment, self.cluster_chunks)
-
-    def _last_of(self, length: int) -> int:
-        """The entry after the last one that is full and has `local_tokens` behind it."""
-        return max(length - self.how.local_tokens, 0) // self.how.chunk_tokens
-
-    def _claim(self, nbytes: int, what: str) -> Region:
-        region = self._engine.claim(self._engine.dense.memory, max(nbytes, 1), what)
-        self._regions.append(region)
-        return region
-
-    def _drop(self, regions: list[Region]) -> None:
-        while regions:
-            self._engine.drop(regions.pop())
 
 
 async def rank(
@@ -365,6 +255,8 @@ async def rank(
     """
     shape = engine.shape
     heads, n = shape.num_kv_heads, len(indexes)
+    if len(wanted) != n or len(requests) != n or any(count < 0 for count in wanted):
+        raise ValueError(f"{n} indexes of {len(requests)} requests cannot give {list(wanted)} entries")
     k = _clusters_needed(layer, indexes, wanted)
     if not k:
         return [np.full((heads, count), -1, dtype=np.int64) for count in wanted]
@@ -396,21 +288,31 @@ async def importance(
     `queries` float32 (n, q heads, head_dim), of the last n positions; `keys` as `ChunkIndex.build` takes them. What a
     KV head's queries give to the positions of an entry is summed (softmax over all that they see), and clusters are
     sorted by the mean of their entries. It is a `dense` launch where the modules run: in float64, delivered as float32.
+    It is for an index of the prompt alone. Raises ValueError for queries that are not the prompt's.
     """
-    k = _clusters_needed(layer, [index], [wanted])
     heads, tokens = engine.shape.num_kv_heads, index.prompt_tokens
+    n, q_heads, head_dim = queries.shape
+    if not 0 < n <= tokens or q_heads != heads * engine.shape.group or head_dim != engine.shape.head_dim:
+        raise ValueError(
+            f"queries of {index.request_name} have shape {queries.shape}; needed is (1 to {tokens}, "
+            f"{heads * engine.shape.group}, {engine.shape.head_dim})"
+        )
+    if keys is not None and keys.shape != (heads, tokens, head_dim):
+        raise ValueError(f"keys of {index.request_name} have shape {keys.shape}; needed is {(heads, tokens, head_dim)}")
+    if index.end(layer) > index.first + index.cut.chunks:
+        raise ValueError(f"layer {layer} of {index.request_name} has entries after the prompt's")
+    k = _clusters_needed(layer, [index], [wanted])
     if not k:
         return np.full((heads, wanted), -1, dtype=np.int64)
     lengths = np.full(heads, index.known(layer), dtype=np.int64)
     scores, indices = work(int(lengths.sum()) * 4, heads * k * 8)
     function = None
     if keys is not None:
-        mass = _Mass(index.how.chunk_tokens, index.members(layer), queries, keys, scale)
+        mass = AttentionMass(index.how.chunk_tokens, index.members(layer), queries, keys, scale)
         function = mass.store
-    n, q_heads, head_dim = queries.shape
     products = n * q_heads * tokens
     nbytes = heads * tokens * engine.shape.row_nbytes(K) + queries.size * 4 + scores.spans.nbytes
-    args: KernelArgs = Dense("warm-up", 2 * products * (head_dim + 1), 0, nbytes, function)
+    args = Dense("warm-up", 2 * products * (head_dim + 1), 0, nbytes, function)
     scored = engine.launch(engine.dense, args, (), ((scores,),), [])
     names = (index.request_name,)
     question = _question(f"warm-up {index.request_name}", layer, [index], names, tokens, lengths, k)
@@ -432,55 +334,6 @@ def expand(members: Sequence[Members], order: Int64, wanted: int) -> Int64:
     return found
 
 
-class _Mass:
-    """The attention that a prompt's last queries give to each cluster: its function, with what it needs."""
-
-    def __init__(
-        self, chunk_tokens: int, members: Sequence[Members], queries: Float32, keys: Float32, scale: float
-    ) -> None:
-        self._chunk, self._members = chunk_tokens, members
-        self._queries, self._keys, self._scale = queries, keys, scale
-
-    def store(self, _: list[Bytes], writes: list[Bytes]) -> None:
-        """float32 (heads, clusters): the mean of a cluster's entries, 0 where it has none."""
-        means = []
-        for head, held in enumerate(self._members):
-            of_entry = self._of_entries(head)
-            labels = np.repeat(np.arange(len(held.sizes)), held.sizes)
-            sums = np.bincount(labels, of_entry[held.positions], minlength=len(held.sizes))
-            means.append(sums / np.maximum(held.sizes, 1))
-        writes[0][:] = np.concatenate(means).astype(np.float32).view(np.uint8)
-
-    def _of_entries(self, head: int) -> NDArray[np.float64]:
-        """What the queries of one KV head give to each entry, summed over queries and group."""
-        tokens, group = self._keys.shape[1], self._queries.shape[1] // len(self._keys)
-        keys = self._keys[head].astype(np.float64)
-        total = np.zeros(tokens)
-        first = tokens - len(self._queries)
-        for number, query in enumerate(self._queries):
-            seen = first + number + 1
-            mine = query[head * group : (head + 1) * group].astype(np.float64)
-            logits = self._scale * (mine @ keys[:seen].T)
-            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-            total[:seen] += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
-        return np.add.reduceat(total, np.arange(0, tokens, self._chunk))
-
-
-def _check_device(engine: Engine) -> None:
-    executor = engine.dense.executor
-    for kernel in ("cluster", "score", "topk"):
-        if kernel not in executor.kernels or (executor.dtypes and "float32" not in executor.dtypes):
-            raise ConfigurationError(
-                f"{engine.dense.device.info.name} runs the modules, so it has to keep the index, but it does not offer "
-                f"{kernel} for float32"
-            )
-
-
-def _means(chunks: Float32) -> Float32:
-    """float32 (heads, chunks, tokens, head_dim) → means over the tokens, float64 sums rounded once."""
-    return np.ascontiguousarray(chunks.mean(axis=2, dtype=np.float64), dtype=np.float32)
-
-
 def _clusters_needed(layer: int, indexes: Sequence[ChunkIndex], wanted: Sequence[int]) -> int:
     """How many clusters hold the wanted entries of every request and KV head, whichever they are."""
     return max(
@@ -499,7 +352,7 @@ def _question(
 ) -> Question:
     """A question over clusters: candidates are no places in the context, `unit` is how many tokens one stands for."""
     starts = np.array([index.first * index.how.chunk_tokens for index in indexes], dtype=np.int64)
-    unit = max(index.cluster_chunks * index.how.chunk_tokens for index in indexes)
+    unit = max(index.cut.cluster_chunks * index.how.chunk_tokens for index in indexes)
     return Question(label, layer, requests, step, lengths, np.repeat(starts, len(lengths) // len(indexes)), unit, k)
 
 

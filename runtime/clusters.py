@@ -6,10 +6,13 @@ further clusters. What is clustered never changes. Only sealed rows are clustere
 are attention sinks) to the last block border that leaves `recent_tokens` rows behind it.
 
 The keys are read where they lie if the dense device reaches that memory, and are copied to it otherwise, by block.
+
+Which cluster a row belongs to is learnt through `Engine.group`, so runs without bytes have clusters as well.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,10 +22,11 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
-from tierloop.devices.kernels.contract import Cluster, num_clusters
+from tierloop.devices.kernels.contract import Cluster, Dense, num_clusters
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import BlockTable, K, TierTooSmall
+from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.engine import Engine
 
 Int64 = NDArray[np.int64]
@@ -76,12 +80,16 @@ class Members:
 
 @dataclass
 class _Pending:
-    """A clustering under way: its labels, once `read` has ended, and scratch that is given back then."""
+    """A clustering under way: its labels, valid once `done` has ended, and scratch that is given back then.
 
-    read: Completion
-    labels: NDArray[np.uint8]
+    `step` is what the layer held when it began, in tokens.
+    """
+
+    done: Completion
+    labels: Segment
     high: int
     clusters: int
+    step: int
     scratch: list[Region]
 
 
@@ -106,15 +114,30 @@ def check_clusters(engine: Engine) -> None:
             )
 
 
+def label_by_head(engine: Engine, labels: Segment, heads: int, clusters: int, after: Completion) -> Completion:
+    """Let labels, int64 (heads, rows), count the clusters of their head instead of those of a `Cluster` launch."""
+    rows = labels.spans.nbytes // 8 // heads
+
+    def count(reads: list[NDArray[np.uint8]], writes: list[NDArray[np.uint8]]) -> None:
+        of_launch = np.ascontiguousarray(reads[0]).view(np.int64).reshape(heads, rows)
+        of_head = of_launch - np.arange(heads, dtype=np.int64)[:, None] * clusters
+        writes[0][:] = of_head.view(np.uint8).reshape(-1)
+
+    args = Dense("index", heads * rows, 0, 2 * labels.spans.nbytes, count)
+    return engine.launch(engine.dense, args, ((labels,),), ((labels,),), [after])
+
+
 class ClusterIndex:
     """The clusters of all layers of one request; raises TierTooSmall where the dense device has no room for them.
 
     `close` gives the memory back. What decode steps need is taken at once, so that they do not fail for lack of space.
     """
 
-    def __init__(self, engine: Engine, how: Clustering, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, how: Clustering, max_tokens: int, request_name: str) -> None:
         self.how = how
         self._engine = engine
+        self._name = request_name
+        self._same: tuple[Members, Int64, int, int, Members] | None = None
         shape = engine.shape
         # Only the last segment of a launch can have more than rows / cluster_tokens clusters: one.
         self._width = max_tokens // how.cluster_tokens + max_tokens // how.update_tokens + 2
@@ -122,7 +145,8 @@ class ClusterIndex:
         self._centroids = self._scratch(shape.num_layers * heads * self._width * row)
         self._most_rows = (shape.num_blocks(min(how.update_tokens, max_tokens)) + 1) * shape.block_tokens
         self._labels = self._scratch(shape.num_layers * heads * self._most_rows * 8)
-        self._layers = [_Layer(how.first, [Members() for _ in range(heads)]) for _ in range(shape.num_layers)]
+        nothing = Members()
+        self._layers = [_Layer(how.first, [nothing] * heads) for _ in range(shape.num_layers)]
 
     def end(self, layer: int) -> int:
         """The position after the last one that belongs to a cluster."""
@@ -177,8 +201,8 @@ class ClusterIndex:
         )  # fmt: skip
         writes = ((self.centroids(layer, held.known, count),), (labels,))
         done = engine.launch(engine.dense, args, (keys,), writes, [*after, *copies])
-        into = np.empty(nbytes, dtype=np.uint8)
-        held.pending = _Pending(engine.read(labels, into, [done]), into, high, count, scratch)
+        done = label_by_head(engine, labels, heads, count, done)
+        held.pending = _Pending(done, labels, high, count, int(table.length[layer]), scratch)
 
     async def settle(self, layer: int) -> None:
         """Take what `extend` has started into the index."""
@@ -186,24 +210,42 @@ class ClusterIndex:
         pending, held.pending = held.pending, None
         if pending is None:
             return
+        grouping = Grouping(
+            f"clusters {self._name}", layer, self._name, pending.step, len(held.members), pending.high - held.end,
+            pending.clusters,
+        )  # fmt: skip
         try:
-            await pending.read
+            labels = await self._engine.group(pending.labels, grouping, [pending.done])
         finally:
             for region in pending.scratch:
                 self._engine.drop(region)
-        labels = pending.labels.view(np.int64).reshape(len(held.members), -1)
-        for head, members in enumerate(held.members):
-            members.add(labels[head] - head * pending.clusters, held.end, pending.clusters)
+        held.members = [self._grown(m, labels[h], held.end, pending.clusters) for h, m in enumerate(held.members)]
         held.end, held.known = pending.high, held.known + pending.clusters
 
     async def close(self) -> None:
         """Wait for what is under way and give the memory back."""
         try:
-            for layer in range(len(self._layers)):
-                await self.settle(layer)
+            for held in self._layers:
+                pending, held.pending = held.pending, None
+                if pending is not None:
+                    try:
+                        await pending.done
+                    finally:
+                        for region in pending.scratch:
+                            self._engine.drop(region)
         finally:
             self._engine.drop(self._centroids)
             self._engine.drop(self._labels)
+
+    def _grown(self, members: Members, labels: Int64, first: int, count: int) -> Members:
+        """Members with further clusters; where lists are grouped alike, as in phantom runs, they are one object."""
+        same = self._same
+        if same is not None and same[0] is members and same[2:4] == (first, count) and np.array_equal(same[1], labels):
+            return same[4]
+        grown = copy(members)
+        grown.add(labels, first, count)
+        self._same = members, labels, first, count, grown
+        return grown
 
     def _keys(
         self, table: BlockTable, layer: int, low: int, high: int, after: list[Completion]

@@ -176,6 +176,7 @@ class _Run:
         prompt = dense.prefill
         request = Request("request", [*prompt.tokens, prompt.first_token], len(prompt.tokens) + num_tokens)
         request.prompt_tokens = len(prompt.tokens)
+        request.model = self._model.fingerprint
         loop, title = self._engine.loop, self._wanted.title
         report(title, 0, num_tokens)
         loop.run(self._decoder.adopt(request, prompt))

@@ -8,7 +8,7 @@ each layer-head's entries. The SSD has room for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, Rows, TierTooSmall, V
-from tierloop.runtime.chunk_index import ChunkIndex
+from tierloop.runtime.chunk_index import ChunkIndex, Chunking
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.entries import EntryShape, Slots
 from tierloop.runtime.loop import Task
@@ -105,13 +105,24 @@ class EntryCache:
         most = self.entries.count(request.max_tokens)
         kept = index.first + self.entries.count(how.local_tokens + how.update_tokens) + 3
         work = Workspace(engine, LAYERS_UNDER_WAY)
-        taken: list[Slots | Archive] = []
+        taken: list[Slots] = []
+        archive: Archive | None = None
         held: Held | None = None
         try:
-            archive = dram = cache = None
+            dram = cache = None
             if plan.persistent is not None:
-                archive = Archive(engine, plan.persistent, request.name, self.entries, most)
-                taken.append(archive)
+                grown = request.max_tokens - request.prompt_tokens
+                appends = grown // max(how.update_tokens, 1) + 2
+                archive = Archive(
+                    engine,
+                    plan.persistent,
+                    request.name,
+                    fingerprint(request, self.entries, how),
+                    self.entries,
+                    most,
+                    0,
+                    appends,
+                )
                 work.reserve(self._synchroniser.wants(plan.k, archive, shape.num_layers))
                 update = self.entries.count(how.update_tokens + how.local_tokens) + 2
                 work.reserve({"persisting": (engine.host, shape.num_kv_heads * archive.stride(update))})
@@ -125,7 +136,7 @@ class EntryCache:
             count = min(int(plan.windows.sum()) + fixed, lists * most)
             gpu = self._gpu_slots(plan, fixed, count)
             taken.append(gpu)
-            tiers = Tiers(gpu, self._windows(plan, most, plan.windows), dram, cache, archive, work)
+            tiers = Tiers(gpu, self._windows(plan, most, plan.windows), dram, cache, archive, index.first, work)
             self._synchroniser.grant(tiers, plan.k, shape.num_layers)
             held = Held(plan, index, tiers, most)
         finally:
@@ -133,6 +144,8 @@ class EntryCache:
                 work.close()
                 for each in taken:
                     each.close()
+                if archive is not None:
+                    archive.close(keep=False)
         return held
 
     def _windows(self, plan: Plan, most: int, capacity: Int64) -> Windows:
@@ -171,12 +184,12 @@ class EntryCache:
         if tiers.grants is not None:
             self._engine.drop(tiers.grants)
         if tiers.archive is not None:
-            tiers.archive.close()
+            tiers.archive.close(keep=False)
 
     # -- the prompt -----------------------------------------------------------------------------------------------
 
     def pack(self, keys: Bytes, values: Bytes) -> Bytes:
-        """Stored rows uint8 (heads, tokens, row bytes) of both sides as entries (heads, entries, nbytes), zero padded."""
+        """Stored rows uint8 (heads, tokens, row bytes) of both sides as entries (heads, entries, nbytes), 0 padded."""
         heads, count, _ = keys.shape
         full = self.entries.count(count) * self.entries.tokens
         sides = []
@@ -321,7 +334,7 @@ class EntryCache:
             target = Segment(staged.region, Spans.equal(offsets, self.entries.nbytes))
             copied = engine.stages.mark(engine.copy(places(tiers.gpu, numbers), target, before), PERSIST)
             done = tiers.archive.take(layer, order, staged, [copied])
-            held.persisting[layer % LAYERS_UNDER_WAY] = engine.stages.mark(done, PERSIST)
+            held.persisting[layer % LAYERS_UNDER_WAY] = tiers.writing[layer] = engine.stages.mark(done, PERSIST)
             copies.append(copied)
         if tiers.dram is not None and tiers.cache is None:
             heads, entries = np.repeat(self._heads, last - first), order.reshape(-1)
@@ -330,6 +343,13 @@ class EntryCache:
             copied = engine.copy(places(tiers.gpu, numbers), places(tiers.dram, slots))
             copies.append(engine.stages.mark(copied, PERSIST))
         return copies
+
+
+def fingerprint(request: Request, entries: EntryShape, how: Chunking) -> str:
+    """What kept entries are of: the weights, the cache's shape and the index. At most 256 characters."""
+    shape = entries.shape
+    sizes = (shape.num_layers, shape.num_kv_heads, shape.group, shape.head_dim, shape.head_dim_v)
+    return f"{request.model[:64] or 'unnamed'} {shape.dtype} {sizes} {astuple(how)}".replace(" ", "")
 
 
 def largest(engine: Engine, memory: str, most: int) -> int:

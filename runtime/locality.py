@@ -39,7 +39,10 @@ _LARGEST_FILE = 1 << 24
 
 
 def find_locality(name: str) -> Path:
-    """The file of a locality model: a name that ships, or a path ending in .json. Raises ConfigurationError."""
+    """The file of a locality model or score trace: a name that ships, or a path that ends in .json.
+
+    Raises ConfigurationError.
+    """
     if name.endswith(".json"):
         return Path(name)
     known = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -3,7 +3,7 @@
 The same policy code, decoder and engine as for real bytes; what has no bytes are the model (`Stages.begin` answers
 None), the prompt (zero-stride arrays of the right shape, of which nothing is written) and the regions. Every command is
 submitted and takes its time. What depends on data is answered by `decisions`: a recorded selection, with which the
-times are those of the recorded run exactly, or a locality model.
+times are those of the recorded run exactly, a locality model, or a score trace.
 
 Times are `simulated` where everything that they rest on is known, and `extrapolated` with the reasons where not:
 constants of the platform that are assumed or unknown, contexts beyond what the model was made for, and what the caller
@@ -27,9 +27,9 @@ from tierloop.runtime.blocks import KVShape, TierTooSmall
 from tierloop.runtime.compare import PolicyRequest, find_policy
 from tierloop.runtime.decisions import Decisions
 from tierloop.runtime.decoder import Decoder
+from tierloop.runtime.drawn_selection import DrawnSelection
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.ledger import Ledger
-from tierloop.runtime.locality_selection import LocalitySelection
 from tierloop.runtime.policy import Policy, Request, check_options, make
 from tierloop.runtime.results import PolicyResult
 from tierloop.runtime.selection import ReplayedSelection
@@ -122,7 +122,7 @@ def run_phantom(
         raise
     finally:
         observers[:] = [each for each in observers if each in before]
-    if isinstance(decisions, LocalitySelection):
+    if isinstance(decisions, DrawnSelection):
         reasons += decisions.beyond(model, max(load.prompt_tokens))
     return replace(
         result,

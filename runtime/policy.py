@@ -52,6 +52,8 @@ class Request:
     prompt_tokens: int = 0
     state: dict[str, Any] = field(default_factory=dict)
     table: BlockTable | None = None
+    model: str = ""
+    """Fingerprint of the model's weights, where somebody knows it: what is kept of the request is of this model."""
     failure: DeviceError | None = None
     """What ended this request alone, in the middle of a step; its tokens are those from before."""
 

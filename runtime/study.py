@@ -21,9 +21,9 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.kernels.contract import Dense, DType
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.compare import PolicyRequest
-from tierloop.runtime.decisions import Question
-from tierloop.runtime.locality import LocalityModel, find_locality
-from tierloop.runtime.locality_selection import LocalitySelection
+from tierloop.runtime.decisions import Grouping, Question
+from tierloop.runtime.drawn_selection import DrawnSelection, draw, load_selection_model
+from tierloop.runtime.locality import find_locality
 from tierloop.runtime.model_shapes import ShapeStages, block_tokens_for, cache_shape, find_model
 from tierloop.runtime.phantom import run_phantom
 from tierloop.runtime.policy import Policy
@@ -100,9 +100,9 @@ class Observed:
 class Study:
     """What checks are given. Runs are made once; the weights' bytes are taken from the GPU's capacity before KV comes.
 
-    `locality` names the locality model that selections are drawn from, `kv_dtype` the type of stored rows, `table` the
-    blocks per head to aim at, at most 1,024. `model` and `cache` are those of the command line, for checks on real
-    bytes.
+    `locality` names the locality model or score trace that selections are drawn from, `kv_dtype` the type of stored
+    rows, `table` the blocks per head to aim at, at most 1,024. `model` and `cache` are those of the command line, for
+    checks on real bytes.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Study:
         self.doing = ""
         """What the runs are made for: the check or question that is under way."""
         self._progress: Progress = progress or (lambda *_: None)
-        self._locality = LocalityModel.load(find_locality(locality))
+        self._locality = load_selection_model(find_locality(locality))
         self._kv_dtype = kv_dtype
         self._coarser = 1024 // table
         self._runs: dict[str, Observed] = {}
@@ -149,9 +149,9 @@ class Study:
     def _observe(self, run: PhantomRun) -> Observed:
         known = find_model(run.model)
         shape = cache_shape(known, self._kv_dtype, block_tokens_for(self._coarser * run.context))
-        selection = _Remembered(self._locality, known.num_layers, self.seed)
+        selection = draw(self._locality, known.num_layers, self.seed)
         if run.steps == 1 and not run.warmup_steps:
-            selection.known = self._answers.setdefault((run.model, run.context), {})
+            selection = _Remembered(selection, self._answers.setdefault((run.model, run.context), {}))
         ended: list[Seen] = []
         with open_platform(run.platform, clock="virtual", overrides=run.overrides) as platform:
             kinds = {device.info.name: device.info.kind for device in platform.devices.values()}
@@ -185,22 +185,31 @@ class Study:
         return Observed(result, _work(inside), _exposed(inside, kinds, begun, now[0] if now else 0))
 
 
-class _Remembered(LocalitySelection):
+class _Remembered:
     """Drawn once for runs of one step that differ in time alone: without a step before, equal questions are answered
     alike."""
 
-    known: dict[str, Int64] | None = None
+    def __init__(self, drawn: DrawnSelection, known: dict[str, Int64]) -> None:
+        self._drawn = drawn
+        self._known = known
+        self.asked = False
 
     def answer(self, question: Question, read: Int64 | None) -> Int64:
         """k candidates of each list, best first. int64 (lists, k)."""
-        if self.known is None:
-            return super().answer(question, read)
-        self.asked = True
+        self.asked = self._drawn.asked = True
         lengths, first = question.lengths.tolist(), question.first.tolist()
         key = repr((question.label, question.layer, question.requests, question.step, lengths, first, question.k))
-        if key not in self.known:
-            self.known[key] = super().answer(question, read)
-        return self.known[key]
+        if key not in self._known:
+            self._known[key] = self._drawn.answer(question, read)
+        return self._known[key]
+
+    def group(self, grouping: Grouping, read: Int64 | None) -> Int64:
+        """The group of each candidate. int64 (lists, candidates)."""
+        return self._drawn.group(grouping, read)
+
+    def beyond(self, model: str | None, longest: int) -> list[str]:
+        """Why answers are extrapolated."""
+        return self._drawn.beyond(model, longest)
 
 
 def _seen(completion: Completion) -> Seen:

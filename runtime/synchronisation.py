@@ -24,12 +24,14 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.devices.commands import Copy
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.archive import Archive, Media
+from tierloop.runtime.archive import Archive
+from tierloop.runtime.archive_layout import Media
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape, Slots
 from tierloop.runtime.windows import Windows
@@ -73,6 +75,8 @@ class Tiers:
     cache: Windows | None
     """Who is in DRAM; None where it has a slot for every entry, or none at all."""
     archive: Archive | None
+    first: int
+    """The first entry that the archive has."""
     work: Workspace
     traffic: Traffic = field(default_factory=Traffic)
     """Of this step."""
@@ -83,18 +87,19 @@ class Tiers:
     granted: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     """Number of the pinned buffer that each (layer, head) has; −1: none."""
     grants: Region | None = None
+    writing: dict[int, Completion] = field(default_factory=dict)
+    """By layer: the last write of entries to the SSD."""
     readers: dict[tuple[str, int], list[Completion]] = field(default_factory=dict)
     """Who reads the bytes of each buffer last: whatever is written there comes after it."""
-
 
     def in_dram(self, layer: int, heads: Int64, entries: Int64) -> Int64:
         """DRAM's slots of entries, −1 where it does not hold them. All int64 (n,)."""
         if self.dram is None:
             return np.full(len(entries), -1, dtype=np.int64)
         if self.cache is not None:
-            return self.cache.slots[layer, heads, entries].astype(np.int64)
+            return np.asarray(self.cache.slots[layer, heads, entries], dtype=np.int64)
         _, num_heads, most = self.window.slots.shape
-        return (layer * num_heads + heads) * most + entries
+        return np.asarray((layer * num_heads + heads) * most + entries, dtype=np.int64)
 
 
 @dataclass
@@ -123,10 +128,13 @@ class Synchroniser:
         self._pinned_share = pinned_share
         self._lane = engine.runner("gather", engine.host)
         dense = engine.dense
+        self._turn = 0
         self._unpacker = Lane(dense.device, dense.executor, dense.executor.queues[-1])
 
-    def check(self) -> None:
-        """Raise ConfigurationError unless the platform can move entries in this way."""
+    def check(self, persistent: str) -> None:
+        """Raise ConfigurationError unless the platform can move entries from this memory in this way."""
+        if self._engine.mover(persistent, self._engine.host) is None:
+            raise ConfigurationError(f"nobody copies from {persistent} to {self._engine.host}")
         if self._lane is None:
             raise ConfigurationError(f"nobody gathers entries in {self._engine.host}")
         if self.mode in ("naive", "block-sparse") and "gather" not in self._engine.dense.executor.kernels:
@@ -137,7 +145,7 @@ class Synchroniser:
         host, gpu, heads = self._engine.host, self._engine.dense.memory, self._entries.shape.num_kv_heads
         blocks = heads * self.most_media(k, archive)
         if self.mode == "naive":
-            blocks = max(archive.segment_nbytes, 1)
+            blocks = heads * archive.geometry.segment_nbytes
         wants = {"pageable": (host, blocks), "pinned": (host, heads * k * self._entries.nbytes)}
         if self.mode in ("naive", "block-sparse"):
             wants |= {"pinned": (host, blocks), "blocks": (gpu, blocks)}
@@ -145,7 +153,7 @@ class Synchroniser:
 
     def most_media(self, k: int, archive: Archive) -> int:
         """The most bytes of the medium that hold `k` entries of a layer-head."""
-        return k * (-(-(self._entries.nbytes - 1) // archive.grid) + 1) * archive.grid
+        return k * (-(-(self._entries.nbytes - 1) // archive.geometry.grid) + 1) * archive.geometry.grid
 
     def grant(self, tiers: Tiers, k: int, num_layers: int) -> None:
         """Take a request's pinned buffers; nobody has one before `balance`. Raises TierTooSmall."""
@@ -204,9 +212,8 @@ class Synchroniser:
             self._in_blocks(fetch, tiers, layer, heads, entries, slots)
             return
         pinned = tiers.granted[layer][heads] >= 0
-        for head in np.unique(heads[pinned]).tolist():
-            mine = heads == head
-            self._by_grant(fetch, tiers, layer, head, entries[mine], slots[mine], k)
+        if pinned.any():
+            self._by_grant(fetch, tiers, layer, heads[pinned], entries[pinned], slots[pinned], k)
         if not pinned.all():
             rest = ~pinned
             self._gathered(fetch, tiers, layer, heads[rest], entries[rest], slots[rest])
@@ -215,7 +222,11 @@ class Synchroniser:
         """Whole blocks on every hop, and the GPU takes the entries out of them."""
         engine, archive = self._engine, tiers.archive
         assert archive is not None
-        media = archive.media(layer, heads, entries, whole=self.mode == "naive")
+        media = archive.media(layer, heads, entries)
+        if self.mode == "naive":
+            everything = archive.segment_of(layer)
+            at = everything.offset[heads * archive.count(layer) + entries - tiers.first]
+            media = everything._replace(offset=at, useful=media.useful)
         read, pageable = self._read(tiers, layer, media)
         pinned = tiers.work.at("pinned", layer, media.media)
         moved = self._gather(pageable, pinned, [read, *self._readers(tiers, "pinned", layer)])
@@ -244,23 +255,31 @@ class Synchroniser:
         self._reads(tiers, "pinned", layer, [sent])
 
     def _by_grant(
-        self, fetch: Fetch, tiers: Tiers, layer: int, head: int, entries: Int64, slots: Int64, k: int
+        self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64, k: int
     ) -> None:
-        """SSD → the layer-head's own pinned buffer → GPU."""
-        archive, engine = tiers.archive, self._engine
+        """SSD → pinned buffers, one for each of these layer-heads → GPU."""
+        archive = tiers.archive
         assert archive is not None
         assert tiers.grants is not None
-        number = int(tiers.granted[layer, head])
-        heads = np.full(len(entries), head, dtype=np.int64)
-        media = archive.media(layer, heads, entries)
-        buffer = tiers.grants.at(number * self.most_media(k, archive), media.media)
-        key = ("grant", number)
-        read = engine.copy(Segment(media.region, media.spans), buffer, tiers.readers.get(key, []))
-        self._account(tiers, media)
-        source = self._within(buffer, media.offset)
-        sent = self._mark(engine.copy(source, places(tiers.gpu, slots), [self._mark(read, SSD)]), TRANSFER)
+        each = self.most_media(k, archive)
+        spans, offsets, buffers, keys = [], [], [], []
+        for head in np.unique(heads).tolist():
+            mine = heads == head
+            media = archive.media(layer, heads[mine], entries[mine])
+            self._account(tiers, media)
+            number = int(tiers.granted[layer, head])
+            spans.append(media.spans.array)
+            offsets.append(number * each + media.offset)
+            buffers.append((number * each, media.media))
+            keys.append(("grant", number))
+        source = Segment(archive.region, Spans(np.concatenate(spans)))
+        target = Segment(tiers.grants, Spans(np.array(buffers, dtype=np.int64)))
+        read = self._submit_read(tiers, layer, source, target, [c for key in keys for c in tiers.readers.get(key, [])])
+        held = Segment(tiers.grants, Spans.equal(np.concatenate(offsets), self._entries.nbytes))
+        sent = self._mark(self._engine.copy(held, places(tiers.gpu, slots), [read]), TRANSFER)
         fetch.arriving.append(sent)
-        tiers.readers[key] = [sent, *self._promote(fetch, tiers, heads, entries, source, [read])]
+        readers = [sent, *self._promote(fetch, tiers, heads, entries, held, [read])]
+        tiers.readers.update(dict.fromkeys(keys, readers))
 
     def _promote(
         self, fetch: Fetch, tiers: Tiers, heads: Int64, entries: Int64, source: Segment, after: list[Completion]
@@ -278,10 +297,21 @@ class Synchroniser:
     def _read(self, tiers: Tiers, layer: int, media: Media) -> tuple[Completion, Segment]:
         """Blocks of the SSD into pageable memory: the completion, and where they come to lie."""
         pageable = tiers.work.at("pageable", layer, media.media)
-        source = Segment(media.region, media.spans)
         self._account(tiers, media)
-        done = self._engine.copy(source, pageable, self._readers(tiers, "pageable", layer))
-        return self._mark(done, SSD), pageable
+        source = Segment(media.region, media.spans)
+        return self._submit_read(tiers, layer, source, pageable, self._readers(tiers, "pageable", layer)), pageable
+
+    def _submit_read(
+        self, tiers: Tiers, layer: int, source: Segment, target: Segment, readers: Sequence[Completion]
+    ) -> Completion:
+        """Read from the SSD; its queues take turns, since one queue has one command under way."""
+        written = tiers.writing.get(layer)
+        after = readers if written is None else [*readers, written]
+        lane = self._engine.mover(source.region.memory, target.region.memory)
+        assert lane is not None, "checked when the policy was made"
+        self._turn += 1
+        queue = lane.executor.queues[self._turn % len(lane.executor.queues)]
+        return self._mark(lane.device.submit(Copy(source, target), queue, after), SSD)
 
     @staticmethod
     def _account(tiers: Tiers, media: Media) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -13,17 +14,25 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.compare import PolicyRequest
+from tierloop.runtime.drawn_selection import draw, load_selection_model
 from tierloop.runtime.locality import LayerLocality, LocalityModel, find_locality, fit_locality
 from tierloop.runtime.locality_selection import LocalitySelection
 from tierloop.runtime.model_shapes import ShapeStages, block_tokens_for, cache_shape, find_model
 from tierloop.runtime.phantom import run_phantom
-from tierloop.runtime.selection import ReplayedSelection
+from tierloop.runtime.selection import ReplayedSelection, SelectionRecord
 
 PROMPT = tiny_workload(210).token_ids
 SPARSE: dict[str, Any] = {
     "budget": 0.35,
     "dense_layers": 0,
     "shares": {"emu:dram": 1.0, "emu:cxl": 1.0, "emu:pnm": 1.0, "emu:numa": 1.0},
+}
+CLUSTERED: dict[str, Any] = {
+    "budget": 0.3,
+    "recent_tokens": 16,
+    "cluster_tokens": 4,
+    "segment_tokens": 64,
+    "shares": {"emu:dram": 1.0, "emu:cxl": 1.0, "emu:nvme": 1.0, "emu:pnm": 1.0},
 }
 
 
@@ -37,6 +46,8 @@ SPARSE: dict[str, Any] = {
         ("split-all", [PROMPT[:90], PROMPT], "int8", {}),
         ("topk-blocks", [PROMPT], "float32", {"budget": 0.4, "dense_layers": 1}),
         ("topk-blocks", [PROMPT, PROMPT[:100]], "float32", SPARSE),
+        ("cluster-topk", [PROMPT], "float32", {"budget": 0.3, "recent_tokens": 16, "update_tokens": 16}),
+        ("cluster-topk", [PROMPT, PROMPT[:150]], "bfloat16", CLUSTERED),
         ("hybridgen", [PROMPT], "float32", {"budget": 0.3, "k_min": 8}),
         ("hybridgen", [PROMPT, PROMPT[:150]], "bfloat16", {"budget": 0.2, "k_min": 8, "scheduler": "full"}),
     ],
@@ -46,12 +57,52 @@ def test_a_replayed_phantom_takes_exactly_as_long_as_the_run_with_bytes(
 ) -> None:
     recorded = record(policy, prompts, dtype=dtype, **options)
     phantom = replay(recorded, ReplayedSelection(recorded.selection))
-    assert bool(recorded.selection.answers) == (policy in ("topk-blocks", "hybridgen"))
+    assert bool(recorded.selection.answers) == (policy in ("topk-blocks", "cluster-topk", "hybridgen"))
+    assert bool(recorded.selection.groups) == (policy == "cluster-topk")
     assert phantom.step_ns == recorded.step_ns
     assert phantom.links == recorded.links
     assert phantom.devices == recorded.devices
     assert phantom.stages == recorded.stages
     assert phantom.refused is None
+
+
+def test_rows_that_join_the_clusters_later_are_replayed_from_a_file(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"budget": 0.3, "recent_tokens": 16, "update_tokens": 16, "cluster_tokens": 4}
+    recorded = record("cluster-topk", [PROMPT[:100], PROMPT], steps=40, **options)
+    assert len({step for step, *_ in recorded.selection.groups}) > 2, "prompts, and rows that came later"
+    path = tmp_path / "run.npz"
+    recorded.selection.save(path)
+    assert replay(recorded, ReplayedSelection(SelectionRecord.load(path))).step_ns == recorded.step_ns
+
+
+@pytest.mark.parametrize("locality", ["smollm2-135m", "kvdrive-draw"])
+def test_clusters_that_nobody_has_made_are_attended_in_about_the_same_time(locality: str) -> None:
+    recorded = record("cluster-topk", [PROMPT], 6, **CLUSTERED)
+    drawn = draw(load_selection_model(find_locality(locality)), 3)
+    phantom = replay(recorded, drawn, steps=6)
+    assert drawn.asked
+    assert mean(phantom.step_ns) == pytest.approx(mean(recorded.step_ns), rel=0.1)
+    read = {device: use.bytes_read for device, use in recorded.devices.items()}
+    for device in ("emu:dram", "emu:pnm"):
+        assert phantom.devices[device].bytes_read == pytest.approx(read[device], rel=0.5)
+
+
+def test_clusters_of_long_contexts_read_about_what_the_budget_says() -> None:
+    model = find_model("smollm2-135m")
+    shape = cache_shape(model, "bfloat16", block_tokens_for(1 << 18))
+    with open_platform("hybridgen-h100-cxl", clock="virtual") as platform:
+        result = run_phantom(
+            ShapeStages.of_shape(model),
+            shape,
+            platform,
+            PolicyRequest("cluster-topk", {"budget": 0.018}),
+            context=1 << 18,
+            decisions=draw(load_selection_model(find_locality("kvdrive-draw")), model.num_layers),
+        )
+        assert_nothing_is_left(platform)
+    assert result.refused is None
+    dense = (1 << 18) * model.kv_nbytes()
+    assert 0.01 < sum(result.devices[d].bytes_read for d in ("emu:dram", "emu:numa", "emu:cxl")) / dense < 0.05
 
 
 def test_a_locality_model_predicts_the_step_time_of_prompts_that_it_has_not_seen() -> None:

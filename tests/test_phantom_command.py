@@ -40,6 +40,16 @@ def test_a_table_names_the_time_the_stages_and_the_reasons(capsys: pytest.Captur
         assert text in shown
 
 
+def test_selections_come_from_a_score_trace_where_the_locality_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    room: dict[str, Any] = {"platform": "demo", "overrides": ["devices.gpu.capacity=1e9"], "context": 1024, "steps": 2}
+    shown = run(capsys, model="smollm2-135m", policy="topk-blocks", locality="kvdrive-draw", **room)
+    assert shown["selection"] == "score trace kvdrive-draw"
+    assert shown["result"]["provenance"] == "extrapolated"
+    assert any("scores that rest on rates of recovery" in note for note in shown["result"]["notes"])
+    again = run(capsys, model="smollm2-135m", policy="topk-blocks", locality="kvdrive-draw", **room)
+    assert again["result"]["step_ns"] == shown["result"]["step_ns"]
+
+
 def test_a_record_says_all_that_is_not_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recorded = record("topk-blocks", [tiny_workload(210).token_ids], 4, budget=0.4)
     file = tmp_path / "run.npz"

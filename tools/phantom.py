@@ -15,9 +15,9 @@ from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.kernels.contract import DTYPES, DType
 from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.decisions import Decisions
+from tierloop.runtime.drawn_selection import draw, load_selection_model
 from tierloop.runtime.dtypes import itemsize
-from tierloop.runtime.locality import LocalityModel, find_locality
-from tierloop.runtime.locality_selection import LocalitySelection
+from tierloop.runtime.locality import find_locality
 from tierloop.runtime.model_shapes import (
     MODELS,
     KnownShape,
@@ -27,6 +27,7 @@ from tierloop.runtime.model_shapes import (
     find_model,
 )
 from tierloop.runtime.results import PolicyResult
+from tierloop.runtime.score_trace import ScoreTraceModel
 from tierloop.runtime.selection import ReplayedSelection, SelectionRecord
 from tierloop.runtime.stages import Stages
 from tierloop.tools import options
@@ -52,7 +53,9 @@ SelectionFile = Annotated[
 ]
 LocalityFile = Annotated[
     str | None,
-    typer.Option("--locality", help="Draw selections from a locality model: a name or a .json file. [smollm2-135m]"),
+    typer.Option(
+        "--locality", help="Draw selections from a locality model or score trace: a name or .json file. [smollm2-135m]"
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option("--kv-dtype", help=f"Type of stored rows, as of `run`. [{DTYPE}]")]
 WeightDtype = Annotated[str, typer.Option("--weight-dtype", help="Type of the weights: what a stage reads of them.")]
@@ -77,7 +80,7 @@ def phantom(
     kv_dtype: Dtype = None,
     weight_dtype: WeightDtype = "bfloat16",
     block_tokens: BlockTokens = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the locality model.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what selections are drawn from.")] = 0,
     as_json: options.AsJson = False,
 ) -> None:
     """Decode steps of a model at any context length as shapes: the same policy code, no bytes, virtual time.
@@ -192,15 +195,15 @@ def _shaped(
     locality: str | None,
     seed: int,
 ) -> _Plan:
-    """A known shape, with selections from a locality model."""
+    """A known shape, with drawn selections."""
     dtype: DType = kv_dtype or DTYPE  # type: ignore[assignment]  # one of DTYPES
-    fitted = LocalityModel.load(find_locality(locality or LOCALITY))
+    fitted = load_selection_model(find_locality(locality or LOCALITY))
     return _Plan(
         known.name,
         ShapeStages.of_shape(known, itemsize(weight_dtype)),
         cache_shape(known, dtype, block_tokens or block_tokens_for(context)),
-        LocalitySelection(fitted, known.num_layers, seed),
-        f"locality {locality or LOCALITY}",
+        draw(fitted, known.num_layers, seed),
+        f"{'score trace' if isinstance(fitted, ScoreTraceModel) else 'locality'} {locality or LOCALITY}",
         known.context_length,
         known.weight_nbytes(itemsize(weight_dtype)),
     )

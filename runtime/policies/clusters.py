@@ -25,6 +25,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import Score, Topk
 from tierloop.devices.regions import Region
 from tierloop.runtime.clusters import ClusterIndex, Clustering, check_clusters
+from tierloop.runtime.decisions import Question
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import ChosenRows
 from tierloop.runtime.policies.split_all import SplitAll
@@ -70,8 +71,6 @@ class ClusterTopk(SplitAll):
                 f"it must be at least cluster_tokens, which is {cluster_tokens}"
             )
         if budget < 1:
-            if engine.phantom:
-                raise ConfigurationError("cluster-topk: clusters are made of keys, which a phantom run does not have")
             check_clusters(engine)
         self.budget = budget
         self.dense_layers = int(dense_layers)
@@ -83,7 +82,7 @@ class ClusterTopk(SplitAll):
     async def admit(self, request: Request) -> None:
         await super().admit(request)
         if self.budget < 1:
-            request.state["clusters"] = ClusterIndex(self.engine, self._how, request.max_tokens)
+            request.state["clusters"] = ClusterIndex(self.engine, self._how, request.max_tokens, request.name)
 
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         if not self._is_dense(layer):
@@ -147,10 +146,16 @@ class ClusterTopk(SplitAll):
             score = Score(len(indexes), heads, shape.group, shape.head_dim, "mean", "max", runs)
             done = self.engine.launch(dense, score, ((batch.queries,), centroids), ((scores,),), [batch.ready])
             done = self.engine.launch(dense, Topk(k, lengths), ((scores,),), ((indices,),), [done])
-            into = np.empty(indices.spans.nbytes, dtype=np.uint8)
-            await self.engine.read(indices, into, [done])
-            order = into.view(np.int64).reshape(len(indexes), heads, k)
+            order = (await self.engine.decide(indices, self._question(layer, batch, lengths, k), [done])).reshape(
+                len(indexes), heads, k
+            )
         return [self._chosen(r, layer, wanted[i], order[i]) for i, r in enumerate(batch.requests)]
+
+    def _question(self, layer: int, batch: Batch, lengths: Int64, k: int) -> Question:
+        """Which clusters? They are no places in the context; `unit` is how many tokens one stands for on average."""
+        names, first = tuple(request.name for request in batch.requests), np.full_like(lengths, self._how.first)
+        step = int(batch.positions[0, 0])
+        return Question("select", layer, names, step, lengths, first, self._how.cluster_tokens, k)
 
     def _wanted(self, request: Request, layer: int) -> int:
         """Rows that each KV head attends besides those that are always attended."""

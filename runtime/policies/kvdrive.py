@@ -1,16 +1,16 @@
 """KVDrive: a KV cache over GPU, DRAM and SSD that knows what attention will ask for (arXiv 2605.18071, SIGMOD 2026).
 
-The cache is cut into entries of a few consecutive tokens (runtime/entries.py). All are persisted to the SSD, some are in
-DRAM, and each layer and KV head has a window of entries on the GPU. In every step the GPU scores the centroids of an
+The cache is cut into entries of a few consecutive tokens (runtime/entries.py). All are persisted to the SSD, some are
+in DRAM, and each layer and KV head has a window of entries on the GPU. In every step the GPU scores the centroids of an
 index of mean keys (runtime/chunk_index.py), the host expands the best clusters to the K entries that are attended,
 those that the window lacks are fetched (runtime/synchronisation.py), and the GPU attends over them, the first tokens
-and the newest. Afterwards, off the critical path, each window gives up what this step's ranking likes least: the present
-score is taken for the next step's (runtime/windows.py).
+and the newest. Afterwards, off the critical path, each window gives up what this step's ranking likes least: the
+present score is taken for the next step's (runtime/windows.py).
 
 Pipelines. `sequential`: select, evaluate, fetch, attend and evict one after the other, for the whole batch. `prefetch`:
 the next layer's entries are fetched by a query that is predicted from this layer's input; what is attended is still
-chosen by the true query. `disaggregated`: micro-batches of `micro_batch` requests go through select (GPU), evaluate (CPU),
-fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile.
+chosen by the true query. `disaggregated`: micro-batches of `micro_batch` requests go through select (GPU), evaluate
+(CPU), fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile.
 
 What is attended depends on the index and the query alone: not on windows, eviction, tiers, pipeline or synchronisation.
 With `budget` 1 every entry is attended, and the result is that of dense attention.
@@ -25,7 +25,8 @@ Where the paper is silent, or this deviates:
 - The InfiniGen-style prefetch only prefetches. With InfiniGen what is predicted is what is attended.
 - Warm-up ranks clusters, by the mean attention of their entries, not entries.
 - DRAM keeps entries that were read from the SSD, and evicts by the same rule as the windows.
-- Evaluating costs `lookup_ns` for each entry that is asked for, and each that a window ranks; the paper gives no figure.
+- Evaluating costs `lookup_ns` for each entry that is asked for or held, evicting for each that is ranked; the paper
+  gives no figure.
 - Steps of more than one token per request are refused.
 """
 
@@ -65,7 +66,7 @@ from tierloop.runtime.policy import (
 )
 from tierloop.runtime.synchronisation import LAYERS_UNDER_WAY, SYNCHRONISATIONS, Fetch, Synchroniser, Traffic
 from tierloop.runtime.window_sizes import WindowSizes
-from tierloop.runtime.windows import EVICTIONS
+from tierloop.runtime.windows import EVICTIONS, Eviction
 from tierloop.runtime.workspace import Workspace
 
 Pipeline = Literal["sequential", "prefetch", "disaggregated"]
@@ -185,7 +186,7 @@ class KVDrive(Policy):
         self._budget = budget
         self._window = 0.0 if "window" in off else window
         self._sizes = None if sizes is None or {"sizing", "window"} & off else WindowSizes.load(Path(sizes))
-        self._eviction = "lru" if "lookahead" in off else eviction
+        self._eviction: Eviction = "lru" if "lookahead" in off else eviction  # type: ignore[assignment]  # checked above
         self._pipeline = "sequential" if "pipeline" in off else pipeline
         self._micro_batch, self._predict_from = int(micro_batch), int(predict_from)
         self._warm_up = 0 if "warm_up" in off else int(warm_up_queries)
@@ -202,7 +203,7 @@ class KVDrive(Policy):
         mode = "block-sparse" if "synchronisation" in off else synchronisation
         self._synchroniser = Synchroniser(engine, self._entries, mode, float(pinned_share))  # type: ignore[arg-type]  # checked above
         if self._persistent is not None:
-            self._synchroniser.check()
+            self._synchroniser.check(self._persistent)
         self._cache = EntryCache(engine, self._entries, self._synchroniser)
         self._attends = self._runs("attend", "merge", "score", "topk", "cluster")
         self._work = Workspace(engine, LAYERS_UNDER_WAY)
@@ -229,10 +230,8 @@ class KVDrive(Policy):
         lane = self.engine.runner("attend", self.engine.dense.memory)
         missing = [k for k in kernels if k not in self.engine.dense.executor.kernels]
         if lane is None or missing:
-            raise ConfigurationError(
-                f"kvdrive: {self.engine.dense.device.info.name} runs the modules, but not {', '.join(missing) or 'attend'} "
-                f"over {self.shape.dtype} rows"
-            )
+            gpu, lacks = self.engine.dense.device.info.name, ", ".join(missing) or "attend"
+            raise ConfigurationError(f"kvdrive: {gpu} runs the modules, but not {lacks} over {self.shape.dtype} rows")
         return lane
 
     # -- a request's life -----------------------------------------------------------------------------------------
@@ -376,7 +375,7 @@ class KVDrive(Policy):
             early = _held(request).early.pop(layer, Fetch())
             fetch.arriving[:0], fetch.promoted[:0] = early.arriving, early.promoted
             arrived += await self._arrive(request, fetch.arriving)
-        rows, whole = [], True
+        rows = []
         for i, (request, choice) in enumerate(zip(part.requests, choices, strict=True)):
             held, length = _held(request), int(request.blocks.length[layer])
             # What was to come for a request that has failed may still be written to: it is left out.
@@ -491,7 +490,7 @@ class KVDrive(Policy):
         appended: Completion,
         persisting: list[Completion],
     ) -> None:
-        """Once a layer is attended: evict, let DRAM keep what came from the SSD, index what has left the newest rows."""
+        """Once a layer is attended: evict, let DRAM keep what came from the SSD, index what is no longer new."""
         held = _held(request)
         tiers, index, plan = held.tiers, held.index, held.plan
         await attended

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tierloop.runtime.reproduction import System
 from tierloop.tools import reproducing_kvdrive_counts as counts
+from tierloop.tools import reproducing_kvdrive_questions as questions
 from tierloop.tools import reproducing_kvdrive_time as time
 from tierloop.tools import reproducing_kvdrive_traces as traces
 from tierloop.tools.reproducing_kvdrive_constants import frozen
@@ -30,5 +31,14 @@ def system() -> System:
             "K11": time.pipelines,
             "K12": counts.capacity,
         },
-        {},
+        {
+            "throughput": questions.throughput,
+            "stalls": questions.stalls,
+            "placement-error": questions.placement_error,
+            "sparsity": questions.sparsity,
+            "tiers": questions.tiers,
+            "drives": questions.drives,
+            "contexts": questions.contexts,
+            "look-ahead": questions.look_ahead,
+        },
     )

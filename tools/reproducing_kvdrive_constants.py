@@ -35,10 +35,9 @@ class Constants:
     model: str = "llama-3-8b-1048k"
     models: tuple[str, ...] = ("llama-3-8b-1048k", "qwen3-8b", "phi-4-mini")
     """Those of the paper that have throughput bands (§1.2.11)."""
-    batches: tuple[tuple[int, int], ...] = ((61_440, 8), (92_160, 4), (122_880, 4), (245_760, 2), (368_640, 2))
-    """Context and batch of offline decoding: 60K, 90K, 120K, 240K, 360K."""
     context: int = 122_880
     batch: int = 4
+    """Of offline decoding: 120K, 4 at once."""
     layers: int = 8
     """Layers of the model in runs whose question is one of a layer's: all layers are alike but for their scores."""
     steps: int = 2
@@ -88,6 +87,8 @@ class Constants:
     """Tokens that are moved together, and whether they are neighbours (pages, chunks) or alike (clusters)."""
     gain_windows: tuple[float, ...] = (2.0, 3.0, 4.0)
     """Those of the paper's sweep; which one Table 3 has is not known."""
+    gain_context: int = 30_720
+    """Scores do not depend on each other, so shares do not depend on the length."""
     gain_layers: int = 8
     gain_steps: int = 20
     gain_warmup: int = 6
@@ -111,6 +112,7 @@ class Constants:
 
     # -- K6: Fig. 16 --------------------------------------------------------------------------------------------------
     sweep_windows: tuple[float, ...] = (2.0, 3.0, 4.0)
+    sweep_layers: int = 4
     sweep_batches: tuple[int, int] = (1, 4)
     sweep_best: tuple[float, float] = (2.0, 4.0)
     sweep_lookup_ns: tuple[float, ...] = (2.0, 3.0, 4.0, 6.0, 10.0, 20.0, 200.0)
@@ -131,7 +133,7 @@ class Constants:
     real_platform: str = "demo"
     prompts: int = 2
     prompt_tokens: int = 2048
-    real_steps: int = 12
+    real_steps: int = 8
     real_layers: int = 3
     """Every third layer is checked by the oracle."""
     real_centroids: tuple[int, int] = (32, 128)
@@ -146,10 +148,11 @@ class Constants:
     """Share of entries that DRAM holds besides: from none to three quarters."""
 
     # -- K9: Fig. 23 --------------------------------------------------------------------------------------------------
+    llama_batches: tuple[tuple[int, int], ...] = ((61_440, 8), (122_880, 4), (245_760, 2), (368_640, 2))
+    """The contexts that the paper has of Llama."""
     over_all_gpu: float = 3.0
     less_memory: float = 4.0
     band_tolerance: float = 0.15
-    h20_nbytes: int = 96_000_000_000
     all_gpu_share: float = 0.98
     """Of the GPU's memory is for weights and KV, some of it left for what a step needs: assumed."""
 
@@ -183,7 +186,14 @@ class Constants:
     drive_rates: tuple[int, ...] = (1_000_000_000, 3_500_000_000, 7_000_000_000, 14_500_000_000, 29_000_000_000)
     """29 GB/s: two PS1010 (§3.5)."""
     drives: tuple[int, ...] = (1, 2, 4)
-    contexts: tuple[int, ...] = (30_720, 122_880, 491_520)
+    drive_layers: int = 4
+    ssd_link: int = 7_880_000_000
+    channels: int = 16
+    """Of the platforms' link and drive."""
+    contexts: tuple[int, ...] = (30_720, 122_880, 245_760, 491_520)
+    dram_for_kv: float = 0.9
+    """Of a server's DRAM: the rest is for everything else. Assumed."""
+    gpu_nbytes: tuple[int, int, int] = (48_000_000_000, 96_000_000_000, 24_000_000_000)
 
     @property
     def platforms(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Kept:
-    """Pairs of each prompt: few and many centroids, chunks of 4 and of 8; and all means, as plain data."""
+    """Few and many centroids of each prompt, chunks of 4 and of 8 of the first one; and all means, as plain data."""
 
     centroids: Sequence[tuple[Decoded, Decoded]]
     chunks: Sequence[tuple[Decoded, Decoded]]
@@ -40,7 +40,7 @@ def kept_by(study: Study) -> Kept:
     """What is kept of attention by number of centroids and size of chunks."""
     c = CONSTANTS
     few, many = ([decoded(study, p, centroids=n) for p in range(c.prompts)] for n in c.real_centroids)
-    chunks = {n: [decoded(study, p, chunk=n) for p in range(c.prompts)] for n in c.chunks}
+    chunks = {n: [decoded(study, 0, chunk=n)] for n in c.chunks}
     named = {f"{n} centroids": each for n, each in zip(c.real_centroids, (few, many), strict=True)}
     named |= {f"chunks of {n}": each for n, each in chunks.items()}
     details = {name: sum(d.mass_recall for d in each) / len(each) for name, each in named.items()}

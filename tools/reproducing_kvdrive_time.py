@@ -62,7 +62,7 @@ def window_by_batch(study: Study) -> Check:
     """K6: the window with the shortest step, at batch 1 and 4, over what looking up an entry may cost."""
     c = CONSTANTS
     runs = {
-        (batch, lookup, window): kvdrive(study, batch=batch, window=window, lookup_ns=lookup)
+        (batch, lookup, window): kvdrive(study, batch=batch, layers=c.sweep_layers, window=window, lookup_ns=lookup)
         for batch in c.sweep_batches
         for lookup in c.sweep_lookup_ns
         for window in c.sweep_windows
@@ -85,7 +85,7 @@ def window_by_batch(study: Study) -> Check:
     details = {
         "best window": {f"batch {b}, {n:g} ns": w for (b, n), w in best.items()},
         "ms of a layer's attention": {
-            f"batch {b}, {n:g} ns, ×{w:g}": round(_attention_ns(run) / c.layers / 1e6, 4) for (b, n, w), run in runs.items()
+            f"batch {b}, {n:g} ns, ×{w:g}": round(_attention_ns(run) / c.sweep_layers / 1e6, 4) for (b, n, w), run in runs.items()
         },
     }
     costs = ", ".join(f"{n:g}" for n in both) or "none of those tried"
@@ -195,7 +195,7 @@ def small_gpu(study: Study) -> Check:
     ratios: dict[int, float] = {}
     alone: dict[int, float] = {}
     rows, runs = {}, []
-    for context, batch in c.batches:
+    for context, batch in c.llama_batches:
         ours = kvdrive(study, context, batch, platform=c.rtx4090, layers=0)
         most = largest_batch(context)
         full, one = (
@@ -212,7 +212,7 @@ def small_gpu(study: Study) -> Check:
         }  # fmt: skip
     found = [r for r in (*ratios.values(), *alone.values()) if r == r]
     best = max((r for r in ratios.values() if r == r), default=math.nan)
-    memory = 96 / 24
+    memory = c.gpu_nbytes[1] / c.gpu_nbytes[2]
     claims = (
         Claim("Fig. 23: up to 3 times (± 15 %) the throughput of an all-GPU H20", near(c.over_all_gpu, c.band_tolerance),
               best, over(best, *found), "all-GPU's batch: 1 to the largest that fits; 60K to 360K tokens"),
@@ -225,7 +225,7 @@ def small_gpu(study: Study) -> Check:
 def largest_batch(context: int) -> int:
     """Requests of the model that fit an H20 beside the weights, some of it left for what a step needs."""
     known = find_model(CONSTANTS.model)
-    room = int(CONSTANTS.all_gpu_share * CONSTANTS.h20_nbytes) - known.weight_nbytes()
+    room = int(CONSTANTS.all_gpu_share * CONSTANTS.gpu_nbytes[1]) - known.weight_nbytes()
     return room // ((context + 64) * known.kv_nbytes())
 
 

@@ -27,8 +27,9 @@ def roofline(study: Study) -> Check:
     found = [crossing(each, oi) for each in machines]
     crossings = [1.0 if each is None else each for each in found]
     claims = (
-        Claim("Fig. 11: from a hit rate of about 80 % on, attention is faster on the GPU (Llama-3-8B, A100)", c.crossing,
-              crossings[0], over(*crossings), "CPU from 12.3 GFLOP/s to bound by its memory; PCIe from 25.6 to 30 GB/s"),
+        Claim("Fig. 11: from a hit rate of about 80 % on, attention is faster on the GPU (Llama-3-8B, A100)",
+              c.crossing, crossings[0], over(*crossings),
+              "CPU from 12.3 GFLOP/s to bound by its memory; PCIe from 25.6 to 30 GB/s"),
         Claim("a hit rate of 80 % makes the intensity over the link 5 times as large", over(5.0),
               round(over_link(oi, 0.8) / oi, 9), over(round(over_link(oi, 0.8) / oi, 9))),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 from tierloop.runtime.model_shapes import find_model
@@ -80,18 +81,25 @@ def drives(study: Study) -> Sequence[Table]:
         for count in c.drives:
             run = kvdrive(study, batch=1, layers=c.drive_layers, persistent="auto", dram_share=0.0,
                           overrides=_drives(rate, count))  # fmt: skip
-            row = {"GB/s": rate / 1e9, "drives": count, "tokens/s": _rate(run, 1, c.drive_layers), "ssd ms": _ssd_ms(run)}
+            row = {
+                "GB/s": rate / 1e9,
+                "drives": count,
+                "tokens/s": _rate(run, 1, c.drive_layers),
+                "ssd ms": _ssd_ms(run),
+            }
             rows.append(_row(row | {"ssd of the step": _ssd_ms(run) * 1e6 / run.step_ns}, run))
     notes = (
         "n drives are one that is n times as fast, with n times the channels and the link; batch 1",
-        "from some rate on the flash itself limits: pages of 16 KiB are read for entries of 2 KiB",
+        "a drive beyond 7 GB/s has a link and channels in proportion; below it has those of one of 7 GB/s",
     )
     return [Table("drives", "how sensitive is it to the SSD?", tuple(rows), notes)]
 
 
 def _drives(rate: int, count: int) -> dict[str, int]:
     """A drive as fast as `count` of this rate: interface and link keep up, and channels are as many more."""
-    return {SSD: rate * count, SSD_LINK: max(rate, CONSTANTS.ssd_link) * count, CHANNELS: CONSTANTS.channels * count}
+    c = CONSTANTS
+    faster = max(rate / c.drive_rate, 1.0) * count
+    return {SSD: rate * count, SSD_LINK: ceil(c.ssd_link * faster), CHANNELS: ceil(c.channels * faster)}
 
 
 def _ssd_ms(run: Observed) -> float:
@@ -102,7 +110,11 @@ def tiers(study: Study) -> Sequence[Table]:
     """DRAM alone, and DRAM with an SSD in each way of fetching."""
     c = CONSTANTS
     alone = kvdrive(study)
-    rows = [_row({"DRAM holds": 1.0, "ways": "–", "against DRAM alone": 1.0, "misses from SSD": 0.0, "media MB": 0.0}, alone)]
+    rows = [
+        _row(
+            {"DRAM holds": 1.0, "ways": "–", "against DRAM alone": 1.0, "misses from SSD": 0.0, "media MB": 0.0}, alone
+        )
+    ]
     for share in (c.dram_shares[0], c.dram_shares[-1]):
         for way in SYNCHRONISATIONS:
             run = kvdrive(study, layers=c.drive_layers, persistent="auto", dram_share=share, synchronisation=way)
@@ -114,21 +126,30 @@ def tiers(study: Study) -> Sequence[Table]:
 
 
 def contexts(study: Study) -> Sequence[Table]:
-    """Longer contexts than DRAM holds, until the SSD is what a step waits for."""
-    c, rows = CONSTANTS, []
+    """Longer contexts than DRAM holds, until the SSD is what a step waits for; with what DRAM holds, and without."""
+    c, rows, notes = CONSTANTS, [], []
     known = find_model(c.model)
-    for context in c.contexts:
-        room = c.dram_nbytes[0] * c.dram_for_kv
-        share = min(1.0, round(room / (c.batch * context * known.kv_nbytes()), 3))
-        run = kvdrive(study, context, layers=c.drive_layers, persistent="auto" if share < 1 else "none", dram_share=share)
-        row = {"context": context, "DRAM holds": share, "tokens/s": _rate(run, c.batch, c.drive_layers)}
-        row |= {"misses from SSD": from_ssd(run), "ssd ms": _ssd_ms(run), "transfer ms": stage_ns(run, ("transfer",)) / 1e6}
-        row |= {"GPU ms": _gpu_ns(run) / 1e6, "step ms": run.step_ns / 1e6}
-        rows.append(_row(row | {"SSD is the longest": _ssd_ms(run) * 1e6 > _gpu_ns(run)}, run))
-    first = next((row["context"] for row in rows if row["SSD is the longest"]), None)
-    note = "nowhere up to there" if first is None else f"at {first:,} tokens"
-    notes = (f"of {c.drive_layers} layers, batch {c.batch}; the SSD takes longer than the GPU's kernels: {note}",)
-    return [Table("contexts", "from which context on does the SSD dominate?", tuple(rows), notes)]
+    room = c.dram_nbytes[0] * c.dram_for_kv
+    for cached in (True, False):
+        mine = []
+        for context in c.contexts:
+            share = min(1.0, round(room / (c.batch * context * known.kv_nbytes()), 3)) if cached else 0.0
+            run = kvdrive(study, context, layers=c.drive_layers, persistent="auto" if share < 1 else "none",
+                          dram_share=share)  # fmt: skip
+            row = {"context": context, "DRAM holds": share, "tokens/s": _rate(run, c.batch, c.drive_layers)}
+            row |= {"misses from SSD": from_ssd(run), "ssd ms": _ssd_ms(run)}
+            row |= {"transfer ms": stage_ns(run, ("transfer",)) / 1e6, "GPU ms": _gpu_ns(run) / 1e6}
+            mine.append(
+                _row(row | {"step ms": run.step_ns / 1e6, "SSD over GPU": _ssd_ms(run) * 1e6 / _gpu_ns(run)}, run)
+            )
+        first = next((row["context"] for row in mine if row["SSD over GPU"] > 1), None)
+        where = "nowhere up to there" if first is None else f"at {first:,} tokens"
+        notes.append(
+            f"{'with' if cached else 'without'} DRAM's share the SSD takes longer than the GPU's kernels: {where}"
+        )
+        rows += mine
+    notes.append(f"of {c.drive_layers} layers, batch {c.batch}, on a server of {c.dram_nbytes[0] / 1e9:g} GB")
+    return [Table("contexts", "from which context on does the SSD dominate?", tuple(rows), tuple(notes))]
 
 
 def look_ahead(study: Study) -> Sequence[Table]:
@@ -158,12 +179,18 @@ def throughput(study: Study) -> Sequence[Table]:
             dram, ssd = (baseline(study, STREAM, c.context, **on, percent={m: 100}) for m in ("emu:dram", "emu:nvme"))
             fits = int((gpu_nbytes * c.all_gpu_share - known.weight_nbytes()) // (c.context * known.kv_nbytes()))
             full = baseline(study, ALL_GPU, c.context, min(fits, c.batch), **on) if fits > 0 else None
-            rate = {"kvdrive": _rate(ours, c.batch, model=model)}
-            rate |= {"×0, sequential": _rate(plain, c.batch, model=model), "×1, sequential": _rate(once, c.batch, model=model)}
+            rate: dict[str, float | None] = {"kvdrive": _rate(ours, c.batch, model=model)}
+            rate |= {
+                "×0, sequential": _rate(plain, c.batch, model=model),
+                "×1, sequential": _rate(once, c.batch, model=model),
+            }
             rate |= {"stream DRAM": _rate(dram, 1, model=model), "stream SSD": _rate(ssd, 1, model=model)}
             rate |= {"all-gpu": None if full is None else _rate(full, min(fits, c.batch), model=model)}
             row = {"platform": platform, "model": model, **{f"{name} tok/s": each for name, each in rate.items()}}
-            row |= {"all-gpu batch": max(min(fits, c.batch), 0), "over ×1": rate["kvdrive"] / rate["×1, sequential"]}
+            row |= {
+                "all-gpu batch": max(min(fits, c.batch), 0),
+                "over ×1": whole_step_ns(once, model) / whole_step_ns(ours, model),
+            }
             runs = [ours, plain, once, dram, ssd, *([full] if full is not None else [])]
             rows.append(_row(row | {"hit rate": hit_rate(ours)}, *runs))
     notes = (

@@ -76,13 +76,13 @@ def stage_ns(run: Observed, names: Iterable[str]) -> float:
 
 def hit_rate(run: Observed) -> float:
     """The share of chosen entries that windows held in the reported steps, over all requests."""
-    rates = [rate for each in run.result.details.values() for rate in each["hit_rate"][-CONSTANTS.steps :]]
+    rates: list[float] = [rate for each in run.result.details.values() for rate in each["hit_rate"][-CONSTANTS.steps :]]
     return sum(rates) / len(rates)
 
 
 def from_ssd(run: Observed) -> float:
     """The share of misses that came from the SSD, over all steps and requests."""
-    far, near = (sum(each[name] for each in run.result.details.values()) for name in ("from_ssd", "from_dram"))
+    far, near = (sum(int(each[name]) for each in run.result.details.values()) for name in ("from_ssd", "from_dram"))
     return far / (far + near) if far + near else 0.0
 
 

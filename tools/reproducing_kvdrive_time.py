@@ -46,9 +46,7 @@ def breakdown(study: Study) -> Check:
               c.select_and_fetch, got, over(*shares.values()),
               "window ×0 or ×1, budget 1.56 or 6.25 %, 2 to 200 ns for each entry that is looked up"),
     )  # fmt: skip
-    details = {
-        f"window ×{w:g}, budget {b:.4g}, {n:g} ns": round(share, 4) for (w, b, n), share in shares.items()
-    }
+    details = {f"window ×{w:g}, budget {b:.4g}, {n:g} ns": round(share, 4) for (w, b, n), share in shares.items()}
     return Check("K5", "where a step's time goes", claims, provenance(*runs.values()), study.seed,
                  reasons(*runs.values()), details)  # fmt: skip
 
@@ -72,20 +70,23 @@ def window_by_batch(study: Study) -> Check:
         for batch in c.sweep_batches
         for lookup in c.sweep_lookup_ns
     }
-    both = [n for n in c.sweep_lookup_ns if all(best[b, n] == w for b, w in zip(c.sweep_batches, c.sweep_best, strict=True))]
+    both = [
+        n for n in c.sweep_lookup_ns if all(best[b, n] == w for b, w in zip(c.sweep_batches, c.sweep_best, strict=True))
+    ]
     claims = (
         *(
-            Claim(f"Fig. 16: the best window at batch {batch} is ×{wanted:g}", over(wanted), best[batch, c.sweep_lookup_ns[0]],
-                  over(*(best[batch, n] for n in c.sweep_lookup_ns)), "2 to 200 ns for each entry that is looked up")
+            Claim(f"Fig. 16: the best window at batch {batch} is ×{wanted:g}", over(wanted),
+                  best[batch, c.sweep_lookup_ns[0]], over(*(best[batch, n] for n in c.sweep_lookup_ns)), "2 to 200 ns for each entry that is looked up")
             for batch, wanted in zip(c.sweep_batches, c.sweep_best, strict=True)
         ),
-        Claim("Fig. 16: both at one cost of a lookup (number of costs that were tried)", at_least(1.0), float(len(both)),
-              over(float(len(both)))),
+        Claim("Fig. 16: both at one cost of a lookup (number of costs that were tried)", at_least(1.0),
+              float(len(both)), over(float(len(both)))),
     )  # fmt: skip
     details = {
         "best window": {f"batch {b}, {n:g} ns": w for (b, n), w in best.items()},
         "ms of a layer's attention": {
-            f"batch {b}, {n:g} ns, ×{w:g}": round(_attention_ns(run) / c.sweep_layers / 1e6, 4) for (b, n, w), run in runs.items()
+            f"batch {b}, {n:g} ns, ×{w:g}": round(_attention_ns(run) / c.sweep_layers / 1e6, 4)
+            for (b, n, w), run in runs.items()
         },
     }
     costs = ", ".join(f"{n:g}" for n in both) or "none of those tried"
@@ -109,7 +110,9 @@ def index(study: Study) -> Check:
     best = [min(c.chunks, key=lambda chunk, n=n: chunks[chunk, n].step_ns) for n in (c.lookup_ns[0], c.lookup_ns[-1])]  # type: ignore[misc]
     by_centroids = [kvdrive(study, centroids=n) for n in c.centroid_sweep]
     graphs = [kvdrive(study, centroids=n, overrides={LAUNCH: 0}) for n in c.centroid_sweep]
-    exponents = [_exponent(c.centroid_sweep, [stage_ns(r, ("select",)) for r in each]) for each in (by_centroids, graphs)]
+    exponents = [
+        _exponent(c.centroid_sweep, [stage_ns(r, ("select",)) for r in each]) for each in (by_centroids, graphs)
+    ]
     batches = [kvdrive(study, batch=b) for b in c.lookup_batches]
     per_layer = [stage_ns(run, ("select",)) / c.layers / 1e6 for run in batches]
     kept = kept_by(study)
@@ -135,9 +138,9 @@ def index(study: Study) -> Check:
         "mass recall": kept.details,
     }
     reason = (
-        "in time larger chunks can only win where hits do not depend on them, and the score trace has the same hits for "
-        f"all. On the real model chunks of 8 keep {sum(coarser) / len(coarser):.3f} less of attention's mass than chunks "
-        f"of 4; {reasons(*runs)}"
+        "in time larger chunks can only win where hits do not depend on them, and the score trace has the same hits "
+        f"for all. On the real model chunks of 8 keep {sum(coarser) / len(coarser):.3f} less of attention's mass than "
+        f"chunks of 4; {reasons(*runs)}"
     )
     return Check("K7", "the index", claims, provenance(*runs), study.seed, reason, details)
 
@@ -214,12 +217,14 @@ def small_gpu(study: Study) -> Check:
     best = max((r for r in ratios.values() if r == r), default=math.nan)
     memory = c.gpu_nbytes[1] / c.gpu_nbytes[2]
     claims = (
-        Claim("Fig. 23: up to 3 times (± 15 %) the throughput of an all-GPU H20", near(c.over_all_gpu, c.band_tolerance),
-              best, over(best, *found), "all-GPU's batch: 1 to the largest that fits; 60K to 360K tokens"),
+        Claim("Fig. 23: up to 3 times (± 15 %) the throughput of an all-GPU H20",
+              near(c.over_all_gpu, c.band_tolerance), best, over(best, *found), "all-GPU's batch: 1 to the largest that fits; 60K to 360K tokens"),
         Claim("Fig. 23: with 4 times less GPU memory", over(c.less_memory), memory, over(memory)),
     )  # fmt: skip
     details = {"by context": rows, "weights, bytes": known.weight_nbytes()}
-    return Check("K9", "a small GPU against a large one", claims, provenance(*runs), study.seed, reasons(*runs), details)
+    return Check(
+        "K9", "a small GPU against a large one", claims, provenance(*runs), study.seed, reasons(*runs), details
+    )
 
 
 def largest_batch(context: int) -> int:
@@ -245,8 +250,8 @@ def pipelines(study: Study) -> Check:
     claims = (
         Claim(f"Fig. 10: prefetching takes no longer than one after the other (T_b / T_a, batch {most})", at_most(1.0),
               b[1.0] / a, over(*(each / a for each in b.values())), predicted),
-        Claim(f"Fig. 10: the disaggregated pipeline takes no longer than prefetching (T_c / T_b, batch {most})", at_most(1.0),
-              t_c / b[1.0], over(*(t_c / each for each in b.values())), predicted),
+        Claim(f"Fig. 10: the disaggregated pipeline takes no longer than prefetching (T_c / T_b, batch {most})",
+              at_most(1.0), t_c / b[1.0], over(*(t_c / each for each in b.values())), predicted),
         Claim(f"… and comes within 10 % of its longest stage ({most} micro-batches)", at_most(1 + c.longest_tolerance),
               over_longest[most], over(over_longest[most])),
     )  # fmt: skip

@@ -31,15 +31,15 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Flush
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError
+from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
-from tierloop.devices.tables import Table
 from tierloop.devices.waiting import DEADLINE_NS
 from tierloop.runtime.archive_catalogue import LONGEST_NAME, Catalogue, Key
 from tierloop.runtime.archive_geometry import Geometry, default_appends
 from tierloop.runtime.archive_layout import Layout, Media
 from tierloop.runtime.archive_notes import NOTHING, Notebook
-from tierloop.runtime.archive_pages import Bytes, Stored, block_nbytes
+from tierloop.runtime.archive_pages import Bytes, Stored
+from tierloop.runtime.archive_reading import read_commit, verify_entries
 from tierloop.runtime.archive_record import (
     MAGIC,
     Append,
@@ -48,15 +48,12 @@ from tierloop.runtime.archive_record import (
     pack_appends,
     pack_table,
     place_of,
-    stored_at,
     unpack_appends,
-    unpack_table,
 )
-from tierloop.runtime.archive_twin import Twin
+from tierloop.runtime.archive_twin import Twin, settle
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.entries import EntryShape
-from tierloop.runtime.loop import all_of
 
 Int64 = NDArray[np.int64]
 
@@ -96,7 +93,7 @@ class Archive:
         catalogue.open(key)
         try:
             region = catalogue.alloc(geometry.nbytes, f"{most_entries:,} entries of {request_name}")
-        except TierTooSmall:
+        except BaseException:
             catalogue.leave(key)
             raise
         self._build(engine, catalogue, key, region, geometry)
@@ -137,6 +134,7 @@ class Archive:
 
         `data` (heads, n, bytes of an entry) must stay unchanged until the commands have ended; None in phantom runs.
         Raises ValueError for what is no entry, is there already or comes twice, TierTooSmall where a segment is full.
+        No entries take no command.
         """
         if data is None:
             if not self._engine.phantom:
@@ -146,6 +144,8 @@ class Archive:
                 f"bytes of entries are uint8 {(*order.shape, self.geometry.entries.nbytes)}, "
                 f"got {data.dtype} {data.shape}"
             )
+        if order.ndim == 2 and not order.shape[1]:
+            return []
         append, target = self._layout.lay(layer, order)
         if data is None or self._engine.phantom:
             buffer = self._room(target.spans.nbytes)
@@ -159,7 +159,7 @@ class Archive:
             buffer = rows.reshape(-1)
         try:
             written = self._engine.write(target, buffer)
-        except DeviceError:
+        except Exception:
             self._layout.undo(append)
             raise
         self._open.append(written)
@@ -183,7 +183,7 @@ class Archive:
             seen = self._engine.read(source, buffer, after)
             self._open.append(seen)
             done = self._engine.copy(source, target, [seen])
-        except (DeviceError, ValueError):
+        except Exception:
             self._layout.undo(append)
             raise
         if not self._engine.phantom:
@@ -242,7 +242,7 @@ class Archive:
         (fresh, self._fresh), (stale, book.stale) = (self._fresh, []), (book.stale, [])
         made: list[Int64] = []
         try:
-            await all_of(self._open[:opened])
+            await settle(self._open[:opened])
             orders = self._orders
             if fresh:
                 orders = (*orders, await book.settled(pack_appends(fresh), made))
@@ -250,8 +250,10 @@ class Archive:
             table = await book.settled(
                 pack_table(Commit(*self._key, self.geometry, length, spoken, orders, notes)), made
             )
-            await self._engine.port("flush", self.memory).submit(Flush(self.region.all()))
-            await all_of(self._twin.write({"table": place_of(table)}))
+            flushed = self._engine.port("flush", self.memory).submit(Flush(self.region.all()))
+            self._open.append(flushed)
+            await flushed
+            await settle(self._twin.write({"table": place_of(table)}).commands)
             if self._catalogue.region(self._key) is not self.region:
                 await self._catalogue.add(self._key, self.region)
         except BaseException:
@@ -273,8 +275,8 @@ class Archive:
         if self._closed:
             return
         self._closed = True
-        clock = self._engine.platform.clock
-        clock.run_until(lambda: all(c.done for c in self._open), clock.now() + DEADLINE_NS)
+        clock, pending = self._engine.platform.clock, [*self._open, *self._notes.pending, *self._twin.pending]
+        clock.run_until(lambda: all(command.done for command in pending), clock.now() + DEADLINE_NS)
         if self._catalogue.region(self._key) is not self.region:
             self._catalogue.give(self.region)
         elif not keep:
@@ -315,25 +317,7 @@ class Archive:
     @classmethod
     async def read(cls, engine: Engine, catalogue: Catalogue, key: Key, region: Region) -> tuple[Archive, list[Append]]:
         """An archive of a listed region, and the appends that it holds. Raises ConfigurationError (damaged)."""
-        what = f"{region.memory}: archive {key[0]!r}"
-        info = engine.platform.memory_owner(region.memory).info.memory(region.memory)
-        assert info is not None
-        block = block_nbytes(info.alignment)
-        twin = Twin(engine, region, block, info.alignment, MAGIC)
-        if region.nbytes < twin.nbytes:
-            raise ConfigurationError(f"{what} is damaged: {region.nbytes} bytes are no archive")
-        raw = np.zeros(twin.nbytes, dtype=np.uint8)
-        await engine.read(region.at(0, twin.nbytes), raw)
-        content = twin.read(raw)
-        if content is None:
-            raise ConfigurationError(f"{what} is damaged: there is no commit that is whole")
-        end = region.nbytes // block
-        said = Table(content if isinstance(content, dict) else {}, what)
-        table = stored_at(said.get("table"), block, end, said, "table")
-        text = await Notebook(engine, region, end, block, what).load(table, "its table")
-        commit = unpack_table(text, what, region.nbytes)
-        if (commit.name, commit.fingerprint) != key or commit.geometry.grid != info.alignment:
-            raise ConfigurationError(f"{what} is damaged: what lies there is {commit.name!r} of {commit.fingerprint!r}")
+        twin, commit, table = await read_commit(engine, key, region)
         archive = cls.__new__(cls)
         archive._build(engine, catalogue, key, region, commit.geometry)
         archive._twin = twin
@@ -368,18 +352,7 @@ class Archive:
         """Read all entries and notes and compare them with their checksums. Raises ConfigurationError."""
         for kind, layer in self._notes.notes:
             await self.read_note(kind, layer)
-        layout, nbytes = self._layout, self.geometry.entries.nbytes
-        for layer in range(self.geometry.layers):
-            used, mine = int(layout.used[layer]), [append for append in appends if append.layer == layer]
-            for head in range(self.geometry.heads if used else 0):
-                raw = np.zeros(used, dtype=np.uint8)
-                await self._engine.read(self.region.at(int(layout.begin[layer, head]), used), raw)
-                at = 0
-                for append in mine:
-                    n = append.order.shape[1]
-                    if checksum(raw[at : at + n * nbytes]) != append.checksums[head]:
-                        raise ConfigurationError(f"{self._what} is damaged: entries of layer {layer}, head {head}")
-                    at += self.stride(n)
+        await verify_entries(self._engine, self._layout, appends, self._what)
 
     def _belongs(self, engine: Engine) -> None:
         """Raises ConfigurationError if the entries are not of the engine's model."""

@@ -23,9 +23,9 @@ from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, OutOf
 from tierloop.devices.persistent import Keeper, keeper
 from tierloop.devices.regions import Region
 from tierloop.devices.tables import Table
-from tierloop.devices.waiting import wait
+from tierloop.devices.waiting import DEADLINE_NS, wait
 from tierloop.runtime.archive_pages import block_nbytes
-from tierloop.runtime.archive_twin import Twin
+from tierloop.runtime.archive_twin import Change, Twin, settle
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.engine import Engine
 
@@ -63,7 +63,9 @@ class Catalogue:
         self.keeper: Keeper | None = None if engine.phantom else keeper(device)
         self._engine = engine
         self._device = device
-        self._change: Completion | None = None
+        self._change: Change | None = None
+        self._certain = True
+        """Whether the medium lists what `listed` says."""
         self._block = block_nbytes(info.alignment)
         place_nbytes = _PLACE_BLOCKS * self._block
         self._region = self._find(2 * place_nbytes)
@@ -131,9 +133,10 @@ class Catalogue:
     def remove_now(self, key: Key) -> None:
         """`remove` for who cannot await: time passes until it is done."""
         older = self.listed[key]
-        if self._change is not None and not self._change.done:
-            wait(self._engine.platform.clock, self._change)
-        wait(self._engine.platform.clock, self._begin({key: None}))
+        clock, change = self._engine.platform.clock, self._change
+        if change is not None:
+            clock.run_until(lambda: change.done, clock.now() + DEADLINE_NS)
+        wait(clock, self._begin({key: None}).commands)
         self._device.free(older.region)
 
     def leave(self, key: Key) -> None:
@@ -144,8 +147,12 @@ class Catalogue:
             self._device.free(self._region)
 
     def give(self, region: Region) -> None:
-        """Give the space of an archive that is not listed back."""
-        self._device.free(region)
+        """Give the space of an archive that is not listed back.
+
+        It stays taken where a change of the list has failed: the medium may list it all the same.
+        """
+        if self._certain:
+            self._device.free(region)
 
     def collect(self) -> None:
         """Give the space between archives back that no region lies in; where another one does, nothing is changed."""
@@ -220,13 +227,11 @@ class Catalogue:
 
     async def _write(self, change: dict[Key, Listed | None]) -> None:
         while self._change is not None and not self._change.done:
-            try:
-                await self._change
-            except DeviceError:
-                continue  # whoever began that change is told
-        await self._begin(change)
+            with suppress(DeviceError):  # whoever began that change is told
+                await settle(self._change.commands)
+        await settle(self._begin(change).commands)
 
-    def _begin(self, change: dict[Key, Listed | None]) -> Completion:
+    def _begin(self, change: dict[Key, Listed | None]) -> Change:
         listed: dict[Key, Listed] = {}
         for key, each in (self.listed | change).items():
             if each is not None:
@@ -235,11 +240,15 @@ class Catalogue:
             {"name": key[0], "fingerprint": key[1], "offset": each.offset, "nbytes": each.region.nbytes}
             for key, each in listed.items()
         ]
-        counts, done = self._twin.write({"archives": rows})
-        self._change = done
-        counts.on_done(partial(self._changed, listed))
-        return done
+        certain, self._certain = self._certain, False
+        try:
+            self._change = self._twin.write({"archives": rows})
+        except TierTooSmall:  # nothing was submitted
+            self._certain = certain
+            raise
+        self._change.counts.on_done(partial(self._changed, listed))
+        return self._change
 
     def _changed(self, listed: dict[Key, Listed], flushed: Completion) -> None:
         if flushed.error is None:
-            self.listed = listed
+            self.listed, self._certain = listed, True

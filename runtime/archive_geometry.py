@@ -26,7 +26,8 @@ def default_appends(most_entries: int) -> int:
 class Geometry:
     """Sizes of an archive of `most_entries` entries per layer and head, appended to `appends` times at most.
 
-    `notes_nbytes` are the bytes of all notes together. Raises ConfigurationError for what is not positive.
+    `notes_nbytes` are the bytes of all notes together. Raises ConfigurationError for what is not positive, and for
+    segments that are too large.
     """
 
     entries: EntryShape
@@ -40,6 +41,11 @@ class Geometry:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ConfigurationError(f"an archive's {name} is at least {low}, not {getattr(self, name)}")
+        if self.segment_nbytes // self.granule >= 1 << 31:
+            raise ConfigurationError(
+                f"{self.most_entries:,} entries of {self.entries.nbytes} bytes are more than a segment holds: "
+                f"{1 << 31:,} pieces of {self.granule} bytes"
+            )
 
     @property
     def layers(self) -> int:

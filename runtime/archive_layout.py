@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.archive_geometry import Geometry
@@ -15,6 +14,7 @@ from tierloop.runtime.archive_loops import joined, starts
 from tierloop.runtime.archive_record import Append
 from tierloop.runtime.blocks import TierTooSmall
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
@@ -37,10 +37,6 @@ class Layout:
 
     def __init__(self, region: Region, geometry: Geometry, what: str) -> None:
         layers, heads = geometry.layers, geometry.heads
-        if geometry.segment_nbytes // geometry.granule >= 1 << 31:
-            raise ConfigurationError(
-                f"{what}: a segment of {geometry.segment_nbytes:,} bytes is too large for pieces of {geometry.granule}"
-            )
         self.region = region
         self.geometry = geometry
         self.used = np.zeros(layers, dtype=np.int64)
@@ -65,7 +61,7 @@ class Layout:
         if not 0 <= layer < self.geometry.layers:
             raise ValueError(f"layer {layer} of {self.geometry.layers}")
 
-    def lay(self, layer: int, order: Int64) -> tuple[Append, Segment]:
+    def lay(self, layer: int, order: Int64 | Int32) -> tuple[Append, Segment]:
         """Give entries (heads, n) their places at the ends of a layer's segments.
 
         Raises ValueError for what is no entry, is there already or comes twice, TierTooSmall; then nothing has changed.

@@ -13,7 +13,8 @@ from tierloop.devices.kernels.compiled import INT64, INTS, kernel
 Int64 = NDArray[np.int64]
 
 _PLACES = types.Array(types.int32, 2, "C", readonly=True)
-_BOTH: Any = types.Tuple((INT64[:, ::1], INT64[::1]))
+_tuple: Any = types.Tuple
+_BOTH = _tuple((INT64[:, ::1], INT64[::1]))
 
 
 @kernel(INT64[::1], _PLACES, INTS, INTS, INTS, INT64)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError
+from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region
 from tierloop.runtime.archive_geometry import COMMITS
 from tierloop.runtime.archive_pages import BlockMap, Bytes, Stored
@@ -29,6 +29,8 @@ class Notebook:
         self.notes: dict[NoteKey, Stored] = {}
         self.stale: list[Int64] = []
         """Blocks that nobody needs once the next commit is durable."""
+        self.pending: list[Completion] = []
+        """What was submitted and may not have ended."""
         self._engine = engine
         self._blocks = BlockMap(region, COMMITS, end, block)
         self._what = what
@@ -58,10 +60,11 @@ class Notebook:
         padded = np.zeros(len(stored.blocks) * self._blocks.nbytes, dtype=np.uint8)
         padded[: len(data)] = data
         try:
-            return stored, self._engine.write(self._blocks.segment(stored.blocks), padded)
-        except DeviceError:
+            written = self._engine.write(self._blocks.segment(stored.blocks), padded)
+        except Exception:
             self._blocks.give(stored.blocks)
             raise
+        return stored, self._begun(written)
 
     async def settled(self, data: NDArray[Any], made: list[Int64]) -> Stored:
         """`store`, and wait; the blocks are added to `made`."""
@@ -76,7 +79,7 @@ class Notebook:
         """The bytes that were stored. Raises ConfigurationError naming `what` if they are others."""
         raw = np.zeros(len(stored.blocks) * self._blocks.nbytes, dtype=np.uint8)
         if len(raw):
-            await self._engine.read(self._blocks.segment(stored.blocks), raw)
+            await self._begun(self._engine.read(self._blocks.segment(stored.blocks), raw))
         if not self._engine.phantom and checksum(raw[: stored.nbytes]) != stored.checksum:
             raise ConfigurationError(f"{self._what} is damaged: {what} has another checksum")
         return raw[: stored.nbytes]
@@ -91,3 +94,8 @@ class Notebook:
         """Return blocks that nobody needs."""
         for blocks in parts:
             self._blocks.give(blocks)
+
+    def _begun(self, command: Completion) -> Completion:
+        self.pending = [other for other in self.pending if not other.done]
+        self.pending.append(command)
+        return command

@@ -65,7 +65,7 @@ class Commit:
 
 def checksum(data: Bytes) -> int:
     """CRC-32 of bytes."""
-    return zlib.crc32(memoryview(np.ascontiguousarray(data)))
+    return zlib.crc32(np.ascontiguousarray(data).data)
 
 
 def pack_appends(appends: list[Append]) -> Bytes:
@@ -139,22 +139,16 @@ def unpack_table(raw: Bytes, place: str, region_nbytes: int) -> Commit:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{place} is damaged: its table is no table")
     table = Table(content, place)
-    shape = KVShape(
-        num_layers=table.integer("layers", 1, 1 << 16),
-        num_kv_heads=table.integer("heads", 1, 1 << 16),
-        group=1,
-        head_dim=table.integer("head_dim", 1, 1 << 20),
-        head_dim_v=table.integer("head_dim_v", 1, 1 << 20),
-        dtype=table.text("dtype"),  # type: ignore[arg-type]  # KVShape checks it
-    )
-    entries = EntryShape(shape, table.integer("tokens_per_entry", 1, 1 << 20))
-    geometry = Geometry(
-        entries,
-        table.integer("most_entries", 1, 1 << 31),
-        table.integer("notes_nbytes", 0, LARGEST),
-        table.integer("appends", 1, 1 << 31),
-        table.integer("grid", 1, 1 << 30),
-    )
+    layers, heads = (table.integer(key, 1, 1 << 16) for key in ("layers", "heads"))
+    width, width_v = (table.integer(key, 1, 1 << 20) for key in ("head_dim", "head_dim_v"))
+    dtype, tokens = table.text("dtype"), table.integer("tokens_per_entry", 1, 1 << 20)
+    most_entries, appends = (table.integer(key, 1, 1 << 31) for key in ("most_entries", "appends"))
+    notes_nbytes, grid = table.integer("notes_nbytes", 0, LARGEST), table.integer("grid", 1, 1 << 30)
+    try:
+        shape = KVShape(layers, heads, 1, width, width_v, dtype)  # type: ignore[arg-type]  # KVShape checks it
+        geometry = Geometry(EntryShape(shape, tokens), most_entries, notes_nbytes, appends, grid)
+    except ConfigurationError as error:
+        raise table.error("", f"damaged: {error}") from error
     if geometry.nbytes != region_nbytes:
         raise table.error("", f"damaged: its sizes need {geometry.nbytes} bytes, and it has {region_nbytes}")
     rows = table.get("notes")

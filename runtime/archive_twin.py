@@ -6,11 +6,13 @@ So at any moment one place is whole, and while nothing changes both are: one tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 from tierloop.devices.commands import Flush
 from tierloop.devices.completion import Completion
+from tierloop.devices.errors import DeviceError
 from tierloop.devices.regions import Region
 from tierloop.runtime.archive_pages import Bytes, seal, unseal
 from tierloop.runtime.blocks import TierTooSmall
@@ -18,10 +20,27 @@ from tierloop.runtime.engine import Engine
 
 
 class Change(NamedTuple):
-    """A change that has been submitted: it counts when `counts` has ended, and is in both places after `done`."""
+    """A change that has been submitted: it counts when `counts` has ended, and is in both places when all have."""
 
     counts: Completion
-    done: Completion
+    commands: tuple[Completion, ...]
+
+    @property
+    def done(self) -> bool:
+        """Whether all commands have ended, well or not."""
+        return all(command.done for command in self.commands)
+
+
+async def settle(commands: Iterable[Completion]) -> None:
+    """Wait for all to end and look at each; raises the first error."""
+    failed: DeviceError | None = None
+    for command in commands:
+        try:
+            await command
+        except DeviceError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class Twin:
@@ -36,8 +55,8 @@ class Twin:
         self._sequence = 0
         self._whole = 1
         """The place that holds the newest page."""
-        self.torn = 0
-        """Places that held something, and not a whole page, when they were read."""
+        self.pending: list[Completion] = []
+        """What was submitted for the last change, even if the rest could not be."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +67,6 @@ class Twin:
         """The content of the newest whole page of both places' bytes, None if there is none."""
         halves = raw[: self._place_nbytes], raw[self._place_nbytes : self.nbytes]
         pages = [unseal(self._magic, half) for half in halves]
-        self.torn = sum(page is None and bool(half.any()) for page, half in zip(pages, halves, strict=True))
         found = [(page[0], place) for place, page in enumerate(pages) if page is not None]
         if not found:
             return None
@@ -66,14 +84,18 @@ class Twin:
             )
         self._sequence += 1
         first, second = 1 - self._whole, self._whole
+        self.pending = []
         counts = self._put(page, first, ())
         counts.on_done(partial(self._counts, first))
-        return Change(counts, self._put(page, second, (counts,)))
+        self._put(page, second, (counts,))
+        return Change(counts, tuple(self.pending))
 
     def _put(self, page: Bytes, place: int, after: tuple[Completion, ...]) -> Completion:
         target = self._region.at(place * self._place_nbytes, len(page))
-        written = self._engine.write(target, page, after)
-        return self._engine.port("flush", self._region.memory).submit(Flush(target), [written])
+        self.pending.append(self._engine.write(target, page, after))
+        port = self._engine.port("flush", self._region.memory)
+        self.pending.append(port.submit(Flush(target), self.pending[-1:]))
+        return self.pending[-1]
 
     def _counts(self, place: int, flushed: Completion) -> None:
         if flushed.error is None:

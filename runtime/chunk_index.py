@@ -252,25 +252,43 @@ async def rank(
     Clusters by the product of centroid and query, the largest of the group; their entries in ascending order. `queries`
     float32 (requests, q heads, head_dim) are valid when `ready` has ended. Each KV head has exactly as many entries as
     are wanted, or all that are indexed.
+
+    All requests are one question, named after the first. All lists of a question have one length; where requests differ
+    so much that this would take more room than the clusters of all of them together, each is a question of its own. So
+    `work` is asked for no more than `most_clusters` of each request and KV head, 4 and 8 bytes each.
     """
     shape = engine.shape
     heads, n = shape.num_kv_heads, len(indexes)
     if len(wanted) != n or len(requests) != n or any(count < 0 for count in wanted):
         raise ValueError(f"{n} indexes of {len(requests)} requests cannot give {list(wanted)} entries")
-    k = _clusters_needed(layer, indexes, wanted)
-    if not k:
+    needed = [_clusters_needed(layer, [x], [count]) for x, count in zip(indexes, wanted, strict=True)]
+    known = [index.known(layer) for index in indexes]
+    if not any(needed):
         return [np.full((heads, count), -1, dtype=np.int64) for count in wanted]
-    lengths = np.repeat(np.array([index.known(layer) for index in indexes], dtype=np.int64), heads)
+    together = n * max(needed) <= sum(known)
+    parts = [slice(0, n)] if together else [slice(i, i + 1) for i in range(n) if needed[i]]
+    sizes = [(part.stop - part.start) * heads * max(needed[part]) * 8 for part in parts]
+    lengths = np.repeat(np.array(known, dtype=np.int64), heads)
     runs = np.array([(i, h, 0) for i in range(n) for h in range(heads)], dtype=np.int64)
-    scores, indices = work(int(lengths.sum()) * 4, len(lengths) * k * 8)
+    scores, indices = work(int(lengths.sum()) * 4, sum(sizes))
     score = Score(n, heads, shape.group, shape.head_dim, "mean", "max", runs)
     centroids = tuple(index.centroids(layer) for index in indexes)
     scored = engine.stages.mark(
         engine.launch(engine.dense, score, ((queries,), centroids), ((scores,),), [ready]), "select"
     )
-    question = _question(f"{label} {requests[0]}", layer, indexes, requests, step, lengths, k)
-    order = (await _sorted(engine, question, scores, indices, scored)).reshape(n, heads, k)
-    return [expand(x.members(layer), order[i], wanted[i]) for i, x in enumerate(indexes)]
+    asked = []
+    for part, first, nbytes in zip(parts, np.cumsum(sizes) - sizes, sizes, strict=True):
+        mine, before = lengths[part.start * heads : part.stop * heads], sum(known[: part.start]) * heads * 4
+        question = _question(
+            f"{label} {requests[part][0]}", layer, indexes[part], requests[part], step, mine, max(needed[part])
+        )
+        places = _within(scores, before, int(mine.sum()) * 4), _within(indices, int(first), nbytes)
+        asked.append((question, places[1], _sorted(engine, question, *places, scored)))
+    orders = [np.empty((heads, 0), dtype=np.int64)] * n
+    for part, (question, place, sorted_) in zip(parts, asked, strict=True):
+        answer = await engine.decide(place, question, [sorted_])
+        orders[part] = list(answer.reshape(-1, heads, question.k))
+    return [expand(x.members(layer), order, count) for x, order, count in zip(indexes, orders, wanted, strict=True)]
 
 
 async def importance(
@@ -316,7 +334,8 @@ async def importance(
     scored = engine.launch(engine.dense, args, (), ((scores,),), [])
     names = (index.request_name,)
     question = _question(f"warm-up {index.request_name}", layer, [index], names, tokens, lengths, k)
-    order = await _sorted(engine, question, scores, indices, scored, "warm-up")
+    done = _sorted(engine, question, scores, indices, scored, "warm-up")
+    order = await engine.decide(indices, question, [done])
     return expand(index.members(layer), order, wanted)
 
 
@@ -356,10 +375,14 @@ def _question(
     return Question(label, layer, requests, step, lengths, np.repeat(starts, len(lengths) // len(indexes)), unit, k)
 
 
-async def _sorted(
+def _sorted(
     engine: Engine, question: Question, scores: Segment, indices: Segment, scored: Completion, stage: str = "select"
-) -> Int64:
-    """The clusters of each list by score: int64 (lists, k)."""
+) -> Completion:
+    """Start to sort the clusters of each list by score, into `indices`: int64 (lists, k)."""
     args = Topk(question.k, question.lengths)
-    done = engine.launch(engine.dense, args, ((scores,),), ((indices,),), [scored])
-    return await engine.decide(indices, question, [engine.stages.mark(done, stage)])
+    return engine.stages.mark(engine.launch(engine.dense, args, ((scores,),), ((indices,),), [scored]), stage)
+
+
+def _within(segment: Segment, offset: int, nbytes: int) -> Segment:
+    """Bytes of a segment of one span."""
+    return segment.region.at(int(segment.spans.array[0, 0]) + offset, nbytes)

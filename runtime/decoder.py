@@ -5,11 +5,14 @@ projection and MLP); at the end `head` (norm, logits, argmax). Each stage is a `
 the modules, so its time is charged in every kind of time; what crosses to other devices (queries, rows, output) lies
 in that device's memory and moves by commands. Where keys are codes, `qkv` multiplies the queries by the scales of their
 request's keys, so that nobody else needs them. The host stays one layer ahead, and waits for the tokens of each step.
+A policy may ask for `waves`: the requests of a step are then divided, and each part goes through its layers at its own
+pace, so that one's projections and MLP fill the time in which another waits for its rows. Weights are read by each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +57,10 @@ class Decoder:
         self._stage = engine.scratch(engine.dense.memory, shape.num_layers * max_rows * sum(self._sizes) + 8 * max_rows)
 
     async def adopt(self, request: Request, prefill: Prefill) -> None:
-        """Admit a request whose prompt is prefilled and place its rows. Raises TierTooSmall, with nothing kept."""
+        """Admit a request whose prompt is prefilled and place its rows. Raises TierTooSmall, with nothing kept.
+
+        A policy that has kept the request from an earlier run gives it the tokens that it had then.
+        """
         request.table = self._engine.table(request.max_tokens)
         try:
             await self._policy.admit(request)
@@ -65,7 +71,7 @@ class Decoder:
         except BaseException:
             await self._policy.release(request)
             raise
-        if self._recorder is not None:
+        if self._recorder is not None and len(request.tokens) <= request.prompt_tokens + 1:
             scales = request.blocks.scales
             self._recorder.admitted(request.name, prefill, None if scales is None else scales.values)
 
@@ -95,20 +101,32 @@ class Decoder:
 
     async def _step(self, requests: list[Request], q_len: int) -> tuple[list[int], Float32 | None]:
         assert 0 < len(requests) * q_len <= self._max_rows, "more rows than the decoder was made for"
+        waves = min(self._policy.waves, len(requests))
+        borders = [len(requests) * wave // waves for wave in range(waves + 1)]
+        spawn = self._engine.loop.spawn
+        tasks = [spawn(self._wave(requests[:a], requests[a:b], q_len)) for a, b in pairwise(borders)]
+        found = [await task for task in tasks]
+        if all(request.failure is not None for request in requests):
+            raise requests[0].failure or AssertionError
+        logits = [mine for _, mine in found if mine is not None]
+        return [token for tokens, _ in found for token in tokens], np.concatenate(logits) if logits else None
+
+    async def _wave(
+        self, before: list[Request], requests: list[Request], q_len: int
+    ) -> tuple[list[int], Float32 | None]:
+        """Some requests of a step, through all layers; others may go through theirs at the same time."""
         positions = np.array([range(len(r.tokens) - q_len, len(r.tokens)) for r in requests], dtype=np.int64)
-        step = _Step(requests, positions, self._modules.begin([r.tokens[-q_len:] for r in requests], positions))
+        activations = self._modules.begin([r.tokens[-q_len:] for r in requests], positions)
+        step = _Step(before, requests, positions, activations)
         ended: list[list[Completion]] = [[]]
         for layer in range(self._engine.shape.num_layers):
             ended.append(await self._layer(layer, step, ended[-1]))
             for completion in ended[-LAYERS_AHEAD - 1]:
                 await completion
-        found = await self._head(step, ended[-1])
-        if all(request.failure is not None for request in requests):
-            raise requests[0].failure or AssertionError
-        return found
+        return await self._head(step, ended[-1])
 
     async def _layer(self, layer: int, step: _Step, after: list[Completion]) -> list[Completion]:
-        queries, keys, values, output = self._segments(layer, step.rows)
+        queries, keys, values, output = self._segments(layer, step)
 
         def qkv(activations: Activations, writes: list[Bytes]) -> None:
             step.projected = activations.project(layer)
@@ -137,6 +155,7 @@ class Decoder:
             [None] * count,
             [None] * count,
             self._predictor(step, after),
+            step.before,
         )
         await self._policy.layer_input(layer, batch)
         attended = await self._policy.attend(layer, batch)
@@ -151,7 +170,7 @@ class Decoder:
     async def _head(self, step: _Step, after: list[Completion]) -> tuple[list[int], Float32 | None]:
         """The next tokens, as the device gives them, and the logits behind them."""
         count = len(step.requests)
-        place = self._stage.at(self._stage.nbytes - 8 * self._max_rows, 8 * count)
+        place = self._stage.at(self._stage.nbytes - 8 * (self._max_rows - len(step.before)), 8 * count)
         found: list[Float32] = []
 
         def head(activations: Activations, writes: list[Bytes]) -> None:
@@ -178,11 +197,12 @@ class Decoder:
         args = Dense(label, cost.flops_per_token * rows, cost.weight_nbytes, activations, function)
         return self._engine.launch(self._engine.dense, args, reads, writes, after)
 
-    def _segments(self, layer: int, rows: int) -> tuple[Segment, Segment, Segment, Segment]:
+    def _segments(self, layer: int, step: _Step) -> tuple[Segment, Segment, Segment, Segment]:
         offset = layer * self._max_rows * sum(self._sizes)
+        first = len(step.before) * step.positions.shape[1]
         segments = []
         for size in self._sizes:
-            segments.append(self._stage.at(offset, rows * size))
+            segments.append(self._stage.at(offset + first * size, step.rows * size))
             offset += self._max_rows * size
         queries, keys, values, output = segments
         return queries, keys, values, output
@@ -232,9 +252,12 @@ def _predicted(batch: Batch, i: int) -> Predicted | None:
 
 
 class _Step:
-    """One step of a batch, while it goes through the layers."""
+    """One step of a batch, while it goes through the layers; `before` are those whose rows lie before its own."""
 
-    def __init__(self, requests: list[Request], positions: Int64, activations: Activations | None) -> None:
+    def __init__(
+        self, before: list[Request], requests: list[Request], positions: Int64, activations: Activations | None
+    ) -> None:
+        self.before = before
         self.requests = requests
         self.positions = positions
         self.projected: tuple[Float32, ...] = ()

@@ -50,6 +50,8 @@ class Plan:
     eviction: Eviction
     noise: float
     seed: int
+    keep_tokens: int
+    """Tokens that what is kept of the request has room for; 0: nothing is kept."""
 
 
 @dataclass(eq=False)
@@ -67,6 +69,10 @@ class Held:
     """What goes on after the attention of layers."""
     early: dict[int, Fetch] = field(default_factory=dict)
     """What has been prefetched for a layer and may still be on its way."""
+    committed: int = -1
+    """Up to which entry the index was when the request was made durable last; −1: it was not."""
+    resumed: bool = False
+    """The prompt is in its place already."""
     late: list[Completion] = field(default_factory=list)
     """What a request that has failed does not wait for."""
     persisting: dict[int, Completion] = field(default_factory=dict)
@@ -98,31 +104,30 @@ class EntryCache:
 
     # -- space ----------------------------------------------------------------------------------------------------
 
-    def admit(self, request: Request, plan: Plan, index: ChunkIndex) -> Held:
-        """Take a request's space in all tiers. Raises TierTooSmall; what was taken is then given back."""
+    def admit(
+        self, request: Request, plan: Plan, index: ChunkIndex, notes_nbytes: int = 0, archive: Archive | None = None
+    ) -> Held:
+        """Take a request's space in all tiers, and its archive, unless there is one already.
+
+        Raises TierTooSmall; what was taken is then given back, and the archive with it.
+        """
         engine, shape, how = self._engine, self.entries.shape, index.how
         lists = shape.num_layers * shape.num_kv_heads
         most = self.entries.count(request.max_tokens)
-        kept = index.first + self.entries.count(how.local_tokens + how.update_tokens) + 3
+        kept = self.always(index)
         work = Workspace(engine, LAYERS_UNDER_WAY)
         taken: list[Slots] = []
-        archive: Archive | None = None
         held: Held | None = None
         try:
             dram = cache = None
             if plan.persistent is not None:
-                grown = request.max_tokens - request.prompt_tokens
-                appends = grown // max(how.update_tokens, 1) + 2
-                archive = Archive(
-                    engine,
-                    plan.persistent,
-                    request.name,
-                    fingerprint(request, self.entries, how),
-                    self.entries,
-                    most,
-                    0,
-                    appends,
-                )
+                room = max(request.max_tokens, plan.keep_tokens)
+                appends = (room - request.prompt_tokens) // how.update_tokens + 2
+                if archive is None:
+                    of = fingerprint(request, self.entries, how)
+                    room = self.entries.count(room)
+                    place = plan.persistent, request.name, of, self.entries, room
+                    archive = Archive(engine, *place, notes_nbytes, appends)
                 work.reserve(self._synchroniser.wants(plan.k, archive, shape.num_layers))
                 update = self.entries.count(how.update_tokens + how.local_tokens) + 2
                 work.reserve({"persisting": (engine.host, shape.num_kv_heads * archive.stride(update))})
@@ -145,8 +150,12 @@ class EntryCache:
                 for each in taken:
                     each.close()
                 if archive is not None:
-                    archive.close(keep=False)
+                    archive.close(keep=archive.length > 0)
         return held
+
+    def always(self, index: ChunkIndex) -> int:
+        """The most entries of a layer-head that are always on the GPU."""
+        return index.first + self.entries.count(index.how.local_tokens + index.how.update_tokens) + 3
 
     def _windows(self, plan: Plan, most: int, capacity: Int64) -> Windows:
         shape = self.entries.shape
@@ -184,7 +193,7 @@ class EntryCache:
         if tiers.grants is not None:
             self._engine.drop(tiers.grants)
         if tiers.archive is not None:
-            tiers.archive.close(keep=False)
+            tiers.archive.close(keep=held.plan.keep_tokens > 0)
 
     # -- the prompt -----------------------------------------------------------------------------------------------
 

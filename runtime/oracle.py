@@ -139,8 +139,8 @@ class Recorder:
         self._requests[name] = rows
 
     def rows(self, name: str, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
-        """New rows of one layer: float32 (kv heads, q_len, head_dim)."""
-        if layer not in self._layers:
+        """New rows of one layer: float32 (kv heads, q_len, head_dim). A request that was resumed is not watched."""
+        if layer not in self._layers or name not in self._requests:
             return
         held, dtype = self._requests[name], self._shape.dtype
         held.keys[layer].append(keys_to_bytes(keys.copy(), dtype, held.scales[layer]))
@@ -162,7 +162,7 @@ class Recorder:
         Of each KV head the blocks, or the positions of the rows, that were attended; None: all of them. `predicted`
         says which of these rows have logits of another query.
         """
-        if layer not in self._layers:
+        if layer not in self._layers or name not in self._requests:
             return
         chosen, unit = (blocks, self._shape.block_tokens) if rows is None else (rows, 1)
         for position, query, output in zip(positions.tolist(), queries, outputs, strict=True):

@@ -114,6 +114,8 @@ class Batch:
     predicted: list[tuple[list[Int64], Prediction] | None] = field(default_factory=list)
     predict: Callable[[int, Segment], Prediction] | None = None
     """A layer's queries, predicted from this layer's input where the modules run, into a segment there."""
+    before: Sequence[Request] = ()
+    """Requests of the same step that go through the layers beside these (`Policy.waves`), and come before them."""
 
     @property
     def q_len(self) -> int:
@@ -132,6 +134,12 @@ class Policy:
     exact: ClassVar[bool] = True
     mechanisms: ClassVar[tuple[str, ...]] = ()
     """What can be switched off by itself: names for the option `without`, where a policy has it."""
+
+    waves: int = 1
+    """Into how many parts the requests of a step are divided, each of which goes through the layers on its own.
+
+    With more than one, hooks are called for several layers at a time, for different requests.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -11,8 +11,9 @@ Heads differ: a head's factor f is 2 to the power of `spread` times a normal num
 and head. An answer ranks all candidates; the numbers are those of a layer, and only the order of scores means anything.
 Ranking 2,048 of 8,192 candidates of 8 lists takes 2 ms of one core.
 
-All lists are independent, and so are neighbouring candidates: runs are left out. Time is that of a request and layer:
-a step that nobody asked about passes too, and questions with other labels are about the same scores.
+All lists are independent, and so are neighbouring candidates: runs are left out. Candidates are told by their number,
+wherever a list begins. Time is that of a request and layer: a step that nobody asked about passes too, and questions
+with other labels are about the same scores.
 """
 
 from __future__ import annotations

@@ -151,7 +151,6 @@ def test_bytes_that_are_taken_come_from_the_host_and_go_to_the_drive(tmp_path: P
         (np.array([[-1, 0], [0, 1]]), f"0 to {MOST - 1}"),
         (np.array([[9, 0], [0, 1]]), "in the archive already"),
         (np.array([[0, 1]]), r"int64 \(2, n\)"),
-        (np.empty((2, 0), dtype=np.int64), "n at least 1"),
         (np.array([[0.0, 1.0], [0.0, 1.0]]), "float64"),
     ],
 )
@@ -164,6 +163,18 @@ def test_an_order_that_is_none_is_refused_and_changes_nothing(tmp_path: Path, or
             archive.put(0, order, np.zeros((*order.shape, SIZE), dtype=np.uint8))
         assert archive.count(0) == 4
         assert archive.put(0, order_of(0, 0, 8), np.zeros((2, 8, SIZE), dtype=np.uint8))
+        archive.close(keep=False)
+
+
+def test_no_entries_take_no_command(tmp_path: Path) -> None:
+    with machine(tmp_path) as engine:
+        archive, none = new(engine), np.empty((2, 0), dtype=np.int64)
+        assert archive.put(0, none, np.empty((2, 0, SIZE), dtype=np.uint8)) == []
+        media = archive.media(0, none[0], none[0])
+        assert (len(media.spans), len(media.offset), media.useful, media.media) == (0, 0, 0, 0)
+        assert archive.segment_of(0).media == 0
+        with pytest.raises(ValueError, match="n at least 1"):
+            archive.take(0, none, engine.scratch(engine.host, 64).all())
         archive.close(keep=False)
 
 

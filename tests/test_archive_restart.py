@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +30,7 @@ from tests.archive_rig import (
 )
 from tests.machines import write_machine
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.conformance import run as conformance
 from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.nvme import open_nvme
@@ -35,8 +40,9 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
 from tierloop.devices.site import Site
 from tierloop.runtime.archive import Archive
+from tierloop.runtime.archive_catalogue import Catalogue
 from tierloop.runtime.archive_check import discard, fsck
-from tierloop.runtime.blocks import KVShape
+from tierloop.runtime.blocks import KVShape, TierTooSmall
 from tierloop.runtime.engine import Engine
 
 SIZE = ENTRIES.nbytes
@@ -229,6 +235,22 @@ def test_archives_come_before_anything_else_on_a_medium(tmp_path: Path) -> None:
             new(engine)
 
 
+def test_a_full_list_of_archives_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    with machine(tmp_path, tmp_path / "drive") as engine:
+        content = run(engine, lambda: write_some(engine, "r0"))
+        store = engine.platform.memory_owner(DRIVE)._store  # type: ignore[attr-defined]
+        used = store.used
+        twin = Catalogue.of(engine, DRIVE)._twin
+        twin._place_nbytes //= 32  # less than a page: the sixteen blocks of a place hold hundreds of archives
+        archive = new(engine, "r1")
+        with pytest.raises(TierTooSmall, match="does not fit"):
+            run(engine, lambda: archive.commit([1], 1))
+        archive.close(keep=True)
+        assert store.used == used
+        twin._place_nbytes *= 32
+        assert run(engine, lambda: adopted(engine)) == content
+
+
 # -- the file of an emulated memory ---------------------------------------------------------------------------------
 
 
@@ -268,6 +290,15 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, overrides: dict[str, Any
         open_platform(write_machine(tmp_path), overrides=overrides, only=("dram", "nvme"))
 
 
+@pytest.mark.parametrize("level", ["memory", "ordering", "errors", "stateful"])
+def test_a_drive_that_keeps_its_bytes_is_a_device_like_others(tmp_path: Path, level: str) -> None:
+    def opened(_: Site) -> Platform:
+        return open_platform("demo", overrides={"devices.nvme.keep": str(tmp_path / "drive")})
+
+    report = conformance(opened, [level], virtual=True, device=DRIVE, examples=8)
+    assert not report.failed, str(report)
+
+
 def test_a_memory_that_keeps_nothing_adopts_nothing(tmp_path: Path) -> None:
     with machine(tmp_path) as engine, pytest.raises(Unsupported, match="no file was named"):
         engine.platform.memory_owner(DRIVE).adopt(0, 4096)  # type: ignore[attr-defined]
@@ -289,6 +320,22 @@ def test_what_is_adopted_is_taken(tmp_path: Path) -> None:
         assert device.offset_of(device.alloc(12_000)) == 12_288, "the hole before it is too small"
         device.free(region)
         assert device.offset_of(device.adopt(4096, 8192)) == 4096
+
+
+def test_a_drive_in_wrappers_keeps_its_archives(tmp_path: Path) -> None:
+    layers = '[{ kind = "throttled", bytes_per_s = 1e9 }, { kind = "checked", block_nbytes = 4096 }]'
+    path = write_machine(tmp_path)
+    path.write_text(path.read_text().replace('profile = "nvme.toml"\n', f'profile = "nvme.toml"\nwrap = {layers}\n'))
+    made: list[Content] = []
+    for turn in range(2):
+        overrides = {"devices.nvme.keep": "drive"}
+        with open_platform(path, overrides=overrides, only=("dram", "nvme"), check_hazards=True) as platform:
+            engine = Engine(platform, SHAPE)
+            if not turn:
+                made.append(run(engine, lambda e=engine: write_some(e, "r0")))  # type: ignore[misc]
+            made.append(run(engine, lambda e=engine: adopted(e)))  # type: ignore[misc]
+            engine.close()
+    assert made[0] == made[1] == made[2]
 
 
 # -- a real file -----------------------------------------------------------------------------------------------------
@@ -349,3 +396,83 @@ def test_archives_outlive_a_process_on_the_real_driver(tmp_path: Path) -> None:
         engine = Engine(platform, SHAPE)
         assert engine.loop.run(fsck(engine, "nvme0")) == []
         engine.close()
+
+
+# -- more than one thing at a time -----------------------------------------------------------------------------------
+
+
+def test_archives_that_are_committed_at_the_same_time_are_all_listed(tmp_path: Path) -> None:
+    names = [f"r{i}" for i in range(5)]
+    with machine(tmp_path, tmp_path / "drive") as engine:
+
+        async def both() -> None:
+            tasks = [engine.loop.spawn(write_some(engine, name, 7 * i)) for i, name in enumerate(names)]
+            contents.update({name: await task for name, task in zip(names, tasks, strict=True)})
+
+        contents: dict[str, Content] = {}
+        run(engine, both)
+    with machine(tmp_path, tmp_path / "drive") as engine:
+        for name in names:
+            assert run(engine, lambda n=name: adopted(engine, n)) == contents[name]  # type: ignore[misc]
+
+
+def test_what_is_put_while_a_commit_is_under_way_belongs_to_the_next_one(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    first, second = Content((1,), 1), Content((1, 2), 2)
+    with machine(tmp_path, drive) as engine:
+
+        async def overlap() -> None:
+            archive = new(engine)
+            for content, seed in ((first, 0), (second, 1)):
+                order = order_of(seed, 5 * seed, 5 * seed + 5)
+                data = bytes_of(seed, *order.shape, SIZE)
+                archive.put(0, order, data)
+                archive.note("labels", 0, bytes_of(seed, 77))
+                second.lay(0, order, data)
+                second.notes["labels", 0] = bytes_of(seed, 77).tobytes()
+                if content is first:
+                    first.lay(0, order, data)
+                    first.notes.update(second.notes)
+                    task = engine.loop.spawn(archive.commit((1,), 1))
+                    await archive.note("other", 1, bytes_of(9, 10))  # by now the commit has begun
+                    second.notes["other", 1] = bytes_of(9, 10).tobytes()
+            await task
+            shutil.copy(drive, tmp_path / "between")
+            await archive.commit((1, 2), 2)
+            archive.close(keep=True)
+
+        run(engine, overlap)
+    with machine(tmp_path, tmp_path / "between") as engine:
+        found = run(engine, lambda: adopted(engine))
+        found.notes.pop(("other", 1), None)  # it was written before the commit had looked
+        assert found == first
+    with machine(tmp_path, drive) as engine:
+        assert run(engine, lambda: adopted(engine)) == second
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from tests.archive_rig import machine, new, order_of, bytes_of, run
+from tests.test_archive_restart import write_some
+folder = Path({folder!r})
+with machine(folder, folder / "drive") as engine:
+    run(engine, lambda: write_some(engine, "r0"))
+    lost = new(engine, "lost")
+    lost.put(0, order_of(0, 0, 40), bytes_of(1, 2, 40, 160))
+    async def die():
+        await lost.note("labels", 0, bytes_of(0, 50))
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(engine, die)
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_it_has_committed(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", KILLED.format(folder=str(tmp_path))], cwd=root, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    with machine(tmp_path / "same", tmp_path / "same" / "drive") as engine:
+        content = run(engine, lambda: write_some(engine, "r0"))
+    with machine(tmp_path, tmp_path / "drive") as engine:
+        assert [f.name for f in run(engine, lambda: fsck(engine, DRIVE))] == ["r0"]
+        assert run(engine, lambda: adopted(engine)) == content

@@ -25,8 +25,10 @@ from tests.index_rig import (
 )
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.kernels.contract import DType
+from tierloop.devices.regions import Segment
 from tierloop.runtime.attention_mass import AttentionMass
 from tierloop.runtime.blocks import KVShape, TierTooSmall
+from tierloop.runtime.chunk_clusters import means_of
 from tierloop.runtime.chunk_index import ChunkIndex, expand, importance
 from tierloop.runtime.chunking import Chunking, Cut
 from tierloop.runtime.clusters import Members
@@ -165,6 +167,11 @@ def test_an_index_that_grew_has_the_bits_of_one_that_was_built_of_the_same_entri
             machine.run(index.close())
 
 
+def test_a_chunk_mean_is_rounded_once() -> None:
+    keys = np.array([3e8, 1, -3e8, 0, 0, 2], dtype=np.float32).reshape(1, 1, 6, 1)
+    assert means_of(keys)[0, 0, 0] == np.float32(0.5), "a float32 sum has lost the 1"
+
+
 def test_what_is_grouped_does_not_depend_on_when_it_becomes_due() -> None:
     keys = random_keys(1200)
 
@@ -257,19 +264,49 @@ def test_entries_are_ranked_by_the_product_of_their_centroid_with_the_best_query
 def test_requests_of_a_batch_are_ranked_by_their_own_queries_in_one_question() -> None:
     kept = Kept()
     with rig(decisions=kept) as machine:
-        long, short, none = machine.index(600, name="a"), machine.index(150, name="b"), machine.index(30, name="c")
+        long, short, none = machine.index(600, name="a"), machine.index(500, name="b"), machine.index(30, name="c")
         machine.build(long, random_keys(600))
-        machine.build(short, random_keys(150, seed=3))
+        machine.build(short, random_keys(500, seed=3))
         machine.build(none, random_keys(30))
         queries = random_queries(3)
-        ranked = machine.rank([long, none, short], queries[[0, 2, 1]], [40, 9, 12], step=77)
-        assert_ranked(ranked[0], long, scores_of(machine.centroids(long), queries[0]), 40)
+        ranked = machine.rank([long, none, short], queries[[0, 2, 1]], [20, 9, 12], step=77)
+        assert_ranked(ranked[0], long, scores_of(machine.centroids(long), queries[0]), 20)
         assert (ranked[1] == -1).all()
         assert_ranked(ranked[2], short, scores_of(machine.centroids(short), queries[1]), 12)
         (question,) = kept.questions
         assert (question.label, question.requests, question.step) == ("select a", ("a", "c", "b"), 77)
-        assert question.lengths.tolist() == [33, 33, 0, 0, 5, 5]
+        assert question.lengths.tolist() == [33, 33, 0, 0, 27, 27]
         for index in (long, short, none):
+            machine.run(index.close())
+
+
+def test_requests_that_differ_much_are_asked_about_one_by_one_in_the_room_of_their_clusters() -> None:
+    kept = Kept()
+    with rig(decisions=kept) as machine:
+        indexes = [machine.index(tokens, name=name) for tokens, name in ((600, "a"), (110, "b"), (50, "c"), (150, "d"))]
+        for number, index in enumerate(indexes):
+            machine.build(index, random_keys(index.prompt_tokens, seed=number))
+        queries, wanted = random_queries(4), [133, 5, 4, 9]
+        room: list[tuple[int, int]] = []
+
+        def work(scores: int, indices: int) -> tuple[Segment, Segment]:
+            room.append((scores, indices))
+            return machine.space("scores", scores), machine.space("indices", indices)
+
+        machine.work = work  # type: ignore[method-assign]  # the same, and what was asked for
+        ranked = machine.rank(indexes, queries, wanted, step=9)
+        for i, index in enumerate(indexes):
+            if index.known(0):
+                assert_ranked(ranked[i], index, scores_of(machine.centroids(index), queries[i]), wanted[i])
+        assert (ranked[2] == -1).all()
+        assert [(q.label, q.requests, q.step) for q in kept.questions] == [
+            (f"select {name}", (name,), 9) for name in "abd"
+        ]
+        clusters = 2 * sum(index.most_clusters for index in indexes)
+        ((scores, indices),) = room
+        assert scores == 4 * clusters
+        assert indices <= 8 * clusters
+        for index in indexes:
             machine.run(index.close())
 
 

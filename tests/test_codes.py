@@ -451,7 +451,7 @@ def test_cores_that_do_not_know_the_type_are_refused_before_anything_is_placed(t
 def test_a_gpu_without_room_for_the_scales_refuses_the_request() -> None:
     with open_platform(SMALL, overrides={"devices.gpu.capacity": 4096}) as platform:
         engine = Engine(platform, KVShape(30, 3, 3, 64, 64, "int8"))
-        with pytest.raises(TierTooSmall, match=r"emu:gpu is too small: 23040 bytes .* scales of keys"):
+        with pytest.raises(TierTooSmall, match=r"emu:gpu is too small: 23,040 bytes .* scales of keys"):
             engine.table(100)
 
 

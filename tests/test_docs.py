@@ -101,6 +101,25 @@ def test_the_examples_of_placement_run(installed: Callable[[Path], None], capsys
     assert capsys.readouterr().out.count("\n") == 2
 
 
+def test_the_examples_of_tuning_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks(ROOT / "docs" / "tuning.md")
+    assert names["tuned"].options == {"centroids": 2048, "window": 3, "micro_batch": 1, "waves": 1}
+    assert capsys.readouterr().out.splitlines() == [
+        "3 [None, 1, 2, 3]",
+        "4 FLOP/byte, P 20, even at a hit rate of 80%",
+    ]
+
+
+def test_the_example_of_persistence_runs(installed: Callable[[Path], None], capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs" / "persistence.md"
+    installed(page)
+    run_blocks(page)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "24 ['labels'] 4096 8192"
+    assert "name='chat 7'" in second
+    assert "intact=True" in second
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:
@@ -145,9 +164,11 @@ def test_every_command_and_option_is_documented() -> None:
         "conformance",
         "accuracy",
         "k-min",
+        "window-sizes",
         "ablate",
         "phantom",
         "reproduce",
+        "tune",
     }
     for command, options in commands.items():
         assert f"`tierloop {command}`" in overview

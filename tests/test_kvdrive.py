@@ -154,6 +154,15 @@ def test_a_batch_gives_each_request_what_it_gets_alone(micro_batch: int) -> None
     assert together.verdict.worst_ratio <= 1
 
 
+@pytest.mark.parametrize("waves", [2, 3, 5])
+def test_waves_give_each_request_what_it_gets_alone(waves: int) -> None:
+    prompts = [PROMPT, OTHER, PROMPT[:60]]
+    together = kvdrive(prompts, waves=waves, dram_share=0.2)
+    alone = [kvdrive([prompt], dram_share=0.2) for prompt in prompts]
+    assert together.tokens == [decoded.tokens[0] for decoded in alone]
+    assert together.verdict.worst_ratio <= 1
+
+
 def test_a_prompt_that_is_shorter_than_the_zones_is_dense() -> None:
     expected = decode(MODEL, [PROMPT[:7]], "all-gpu", num_tokens=TOKENS)
     assert kvdrive([PROMPT[:7]], centroids=0, budget=1.0).outputs.tobytes() == expected.outputs.tobytes()

@@ -27,6 +27,14 @@ SPARSE: dict[str, Any] = {
     "dense_layers": 0,
     "shares": {"emu:dram": 1.0, "emu:cxl": 1.0, "emu:pnm": 1.0, "emu:numa": 1.0},
 }
+ENTRIES: dict[str, Any] = {
+    "persistent": "none",
+    "budget": 0.2,
+    "local_tokens": 8,
+    "update_tokens": 8,
+    "centroids": 12,
+    "warm_up_queries": 16,
+}
 CLUSTERED: dict[str, Any] = {
     "budget": 0.3,
     "recent_tokens": 16,
@@ -48,6 +56,7 @@ CLUSTERED: dict[str, Any] = {
         ("topk-blocks", [PROMPT, PROMPT[:100]], "float32", SPARSE),
         ("cluster-topk", [PROMPT], "float32", {"budget": 0.3, "recent_tokens": 16, "update_tokens": 16}),
         ("cluster-topk", [PROMPT, PROMPT[:150]], "bfloat16", CLUSTERED),
+        ("kvdrive", [PROMPT, PROMPT[:150]], "float32", ENTRIES),
         ("hybridgen", [PROMPT], "float32", {"budget": 0.3, "k_min": 8}),
         ("hybridgen", [PROMPT, PROMPT[:150]], "bfloat16", {"budget": 0.2, "k_min": 8, "scheduler": "full"}),
     ],
@@ -57,8 +66,8 @@ def test_a_replayed_phantom_takes_exactly_as_long_as_the_run_with_bytes(
 ) -> None:
     recorded = record(policy, prompts, dtype=dtype, **options)
     phantom = replay(recorded, ReplayedSelection(recorded.selection))
-    assert bool(recorded.selection.answers) == (policy in ("topk-blocks", "cluster-topk", "hybridgen"))
-    assert bool(recorded.selection.groups) == (policy == "cluster-topk")
+    assert bool(recorded.selection.answers) == (policy in ("topk-blocks", "cluster-topk", "kvdrive", "hybridgen"))
+    assert bool(recorded.selection.groups) == (policy in ("cluster-topk", "kvdrive"))
     assert phantom.step_ns == recorded.step_ns
     assert phantom.links == recorded.links
     assert phantom.devices == recorded.devices

@@ -28,7 +28,7 @@ from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait, write_bytes
 from tierloop.tools import options
-from tierloop.tools.bench_policies import PLATFORM, SHARE_LIMIT, policy_costs
+from tierloop.tools.bench_policies import PLATFORM, SHARE_LIMIT, WINDOW_LIMIT, policy_costs
 from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import progress, results, say
 
@@ -252,10 +252,15 @@ def _policy_figures(model: Model, workload: Workload, dense: Dense, tokens: int)
         device, queue, near, far = _copier(platform)
         command_ns = _command_cost(platform, device, queue, far, near, 1, phantom=True)
     figures = []
-    for name, (own, numerics, commands) in policy_costs(model, workload, dense, tokens, command_ns).items():
-        note = f"{own / 1e6:.1f} ms a step of {numerics / 1e6:.0f} ms numerics, {commands} commands"
-        share = own / numerics
+    for name, cost in policy_costs(model, workload, dense, tokens, command_ns).items():
+        numerics = f"of {cost.numerics_ns / 1e6:.0f} ms numerics"
+        note = f"{cost.own_ns / 1e6:.1f} ms a step {numerics}, {cost.commands} commands"
+        share = cost.own_ns / cost.numerics_ns
         figures.append(Figure(f"{name}: its own code", share, "of numerics", SHARE_LIMIT, share / SHARE_LIMIT, note))
+        if cost.windows_ns:
+            share, note = cost.windows_ns / cost.numerics_ns, f"{cost.windows_ns / 1e6:.2f} ms a step {numerics}"
+            ratio = share / WINDOW_LIMIT
+            figures.append(Figure(f"{name}: keeping windows", share, "of numerics", WINDOW_LIMIT, ratio, note))
     return figures
 
 

@@ -2,13 +2,15 @@
 
 The same decode twice: on real bytes, and replayed without them. The replay does everything but numerics, so the
 difference of a step is the numerics; what is left of the replay without the cost of emulating its commands, measured in
-the same run, is the decoder's and the policy's own.
+the same run, is the decoder's and the policy's own. Of a policy with windows, what keeping those takes is measured
+apart: the recorded rankings are played through them again.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierloop.devices.commands import Launch
@@ -19,11 +21,24 @@ from tierloop.devices.platform import Platform
 if TYPE_CHECKING:
     from tierloop.runtime.models import Model
     from tierloop.runtime.prefill import Dense as DenseRun
+    from tierloop.runtime.selection import SelectionRecord
     from tierloop.runtime.workloads import Workload
 
-POLICIES = ("cpu-attention", "topk-blocks", "hybridgen")
+POLICIES = ("cpu-attention", "topk-blocks", "hybridgen", "kvdrive")
 PLATFORM = "hybridgen-a100-cxl"
 SHARE_LIMIT = 0.1
+WINDOW_LIMIT = 0.05
+WINDOWED = "kvdrive"
+
+
+@dataclass(frozen=True)
+class PolicyCost:
+    """ns of a step: a policy's own code, the numerics, and keeping its windows (0: it has none); commands of a step."""
+
+    own_ns: float
+    numerics_ns: float
+    commands: int
+    windows_ns: float = 0.0
 
 
 class _Ends:
@@ -49,12 +64,12 @@ def policy_costs(
     num_tokens: int,
     command_ns: float,
     policies: Sequence[str] = POLICIES,
-) -> dict[str, tuple[float, float, int]]:
-    """By policy: ns of its own code per step, ns of the step's numerics, and commands per step."""
+) -> dict[str, PolicyCost]:
+    """By policy, each the best of its steps."""
     from tierloop.devices.registry import open_platform
     from tierloop.runtime.compare import PolicyRequest, compare
     from tierloop.runtime.phantom import run_phantom
-    from tierloop.runtime.selection import ReplayedSelection, SelectionRecord
+    from tierloop.runtime.selection import ReplayedSelection
 
     found = {}
     for name in policies:
@@ -92,5 +107,31 @@ def policy_costs(
             )
         commands = sum(use.commands for use in result.devices.values()) // origin.steps
         own = max(replayed.best_ns() - commands * command_ns, 0.0)
-        found[name] = own, max(real.best_ns() - replayed.best_ns(), 1.0), commands
+        windows = _windows_ns(selections[0]) if name == WINDOWED else 0.0
+        found[name] = PolicyCost(own, max(real.best_ns() - replayed.best_ns(), 1.0), commands, windows)
     return found
+
+
+def _windows_ns(record: SelectionRecord) -> float:
+    """ns of the shortest step of what the windows of a recorded run do: what is missing, admit it, evict."""
+    import numpy as np
+
+    from tierloop.runtime.recorded_trace import recorded_trace
+    from tierloop.runtime.windows import Windows
+
+    trace = recorded_trace(record)
+    layers, heads, deepest = trace[0].shape
+    k = max(deepest // 2, 1)  # windows of 2 · K are ranked as deep as they are
+    most = 1 + max(int(step.max()) for step in trace)
+    best = float("inf")
+    for _ in range(3):
+        windows = Windows(layers, heads, most, np.full((layers, heads), 2 * k, dtype=np.int64), "la")
+        for number, step in enumerate(trace):
+            ranked = [np.ascontiguousarray(step[layer]) for layer in range(layers)]
+            begun = time.perf_counter_ns()
+            for layer in range(layers):
+                of, entries = windows.missing(layer, ranked[layer][:, :k])
+                windows.admit(layer, of, entries, entries, number)
+                windows.evict(layer, ranked[layer], k, number)
+            best = min(best, time.perf_counter_ns() - begun)
+    return best

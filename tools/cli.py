@@ -51,7 +51,9 @@ from tierloop.tools.output import OutputError
 from tierloop.tools.phantom import phantom
 from tierloop.tools.reproduce import reproduce
 from tierloop.tools.run import run
+from tierloop.tools.tune import tune
 from tierloop.tools.verify import verify
+from tierloop.tools.window_sizes import window_sizes
 
 GOOD, FAILED, WRONG_INPUT, INVALID = 0, 1, 2, 3
 
@@ -74,9 +76,11 @@ for command, name in (
     (verify, "verify"),
     (accuracy, "accuracy"),
     (k_min, "k-min"),
+    (window_sizes, "window-sizes"),
     (ablate, "ablate"),
     (phantom, "phantom"),
     (reproduce, "reproduce"),
+    (tune, "tune"),
 ):
     app.command(name)(command)
 

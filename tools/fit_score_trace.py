@@ -22,6 +22,7 @@ from statistics import NormalDist, mean
 import numpy as np
 
 from tierloop.runtime.score_trace import LayerScores, ScoreTraceModel, ranked_steps
+from tierloop.runtime.window_simulation import missed_by_union
 from tierloop.tools.output import prepare_file, write_files
 
 RECOVERED = {
@@ -43,16 +44,9 @@ _CANDIDATES, _HEADS, _MEASURED = 2048, 8, 16
 def misses(numbers: LayerScores, windows: Sequence[int], seed: int = 0, heads: int = _HEADS) -> list[float]:
     """The share of the critical set that lies in none of those of the last w steps, for each w."""
     k, longest = round(SHARE * _CANDIDATES), max(windows)
-    last = np.full((heads, _CANDIDATES), -(1 << 40))
-    missed = np.zeros(len(windows))
-    model = ScoreTraceModel((numbers,))
-    for step, ranked in enumerate(ranked_steps(model, 1, heads, _CANDIDATES, k, longest + _MEASURED, seed)):
-        chosen = ranked[0]
-        age = step - np.take_along_axis(last, chosen, axis=1)
-        if step >= longest:
-            missed += [(age > window).mean() for window in windows]
-        np.put_along_axis(last, chosen, step, axis=1)
-    return [float(m) for m in missed / _MEASURED]
+    steps = ranked_steps(ScoreTraceModel((numbers,)), 1, heads, _CANDIDATES, k, longest + _MEASURED, seed)
+    missed = missed_by_union(list(steps), k, windows, longest).sum(axis=(1, 2))
+    return [float(m) for m in missed / (heads * k * _MEASURED)]
 
 
 def others_miss() -> dict[int, float]:

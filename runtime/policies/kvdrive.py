@@ -10,7 +10,8 @@ present score is taken for the next step's (runtime/windows.py).
 Pipelines. `sequential`: select, evaluate, fetch, attend and evict one after the other, for the whole batch. `prefetch`:
 the next layer's entries are fetched by a query that is predicted from this layer's input; what is attended is still
 chosen by the true query. `disaggregated`: micro-batches of `micro_batch` requests go through select (GPU), evaluate
-(CPU), fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile.
+(CPU), fetch (link) and attend (GPU) on their own; metadata is brought up to date meanwhile. With `waves`, projections
+and MLP are divided as well, so that fetching has them to hide behind; each wave reads the weights.
 
 What is attended depends on the index and the query alone: not on windows, eviction, tiers, pipeline or synchronisation.
 With `budget` 1 every entry is attended, and the result is that of dense attention.
@@ -20,8 +21,8 @@ Where the paper is silent, or this deviates:
 - An entry's score is that of its centroid; entries of the cluster that exceeds K are taken in ascending position.
 - K is fixed for a request's life: `budget` of the tokens that it may come to have. Sinks and local tokens come on top.
 - A query group scores a centroid by its largest product.
-- Projections and MLP run for the whole batch, so a micro-batch ends at its layer's MLP: running them for each
-  micro-batch would read the weights as often.
+- The paper's computation stage has the MLP in it. Here a micro-batch ends before it, unless there are `waves`: running
+  it for each micro-batch reads the weights as often.
 - The InfiniGen-style prefetch only prefetches. With InfiniGen what is predicted is what is attended.
 - Warm-up ranks clusters, by the mean attention of their entries, not entries.
 - DRAM keeps entries that were read from the SSD, and evicts by the same rule as the windows.
@@ -46,12 +47,14 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Unsupported, nearest
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
+from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, V, join
 from tierloop.runtime.chunk_index import ChunkIndex, Chunking, importance, rank
 from tierloop.runtime.dtypes import from_bytes, keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape
-from tierloop.runtime.entry_cache import EntryCache, Held, Plan
+from tierloop.runtime.entry_cache import EntryCache, Held, Plan, fingerprint
+from tierloop.runtime.kept_requests import check, commit, notes_nbytes, resume_request
 from tierloop.runtime.loop import Alarm, Task
 from tierloop.runtime.policy import (
     Batch,
@@ -131,6 +134,7 @@ class KVDrive(Policy):
         eviction: str = "la",
         pipeline: str = "disaggregated",
         micro_batch: int = 1,
+        waves: int = 1,
         predict_from: int = 3,
         synchronisation: str = "balanced",
         pinned_share: float = 0.25,
@@ -139,6 +143,8 @@ class KVDrive(Policy):
         warm_up_queries: int = 32,
         lookup_ns: float = 2.0,
         deadline_ms: float = 0.0,
+        keep_tokens: int = 0,
+        resume: bool = False,
         noise: float = 0.0,
         seed: int = 0,
         without: Sequence[str] = (),
@@ -164,8 +170,10 @@ class KVDrive(Policy):
                 "segment_chunks": (segment_chunks, 1),
                 "iterations": (iterations, 0),
                 "micro_batch": (micro_batch, 1),
+                "waves": (waves, 1),
                 "predict_from": (predict_from, 0),
                 "warm_up_queries": (warm_up_queries, 0),
+                "keep_tokens": (keep_tokens, 0),
                 "seed": (seed, 0),
             },
         )
@@ -189,6 +197,7 @@ class KVDrive(Policy):
         self._eviction: Eviction = "lru" if "lookahead" in off else eviction  # type: ignore[assignment]  # checked above
         self._pipeline = "sequential" if "pipeline" in off else pipeline
         self._micro_batch, self._predict_from = int(micro_batch), int(predict_from)
+        self.waves = int(waves) if self._pipeline == "disaggregated" else 1
         self._warm_up = 0 if "warm_up" in off else int(warm_up_queries)
         self._packing = "packing" not in off
         self._persistent = self._ssd(persistent)
@@ -197,6 +206,11 @@ class KVDrive(Policy):
             raise ConfigurationError(
                 f"kvdrive: dram_share is {dram_share}, but without an SSD all entries have to be in DRAM (dram_share 1)"
             )
+        if not isinstance(resume, bool):
+            raise ConfigurationError(f"kvdrive: resume is {resume!r}; it must be true or false")
+        self._keep_tokens, self._resume = int(keep_tokens), resume
+        if (keep_tokens or resume) and self._persistent is None:
+            raise ConfigurationError("kvdrive: nothing is kept without a persistent memory")
         self._noise, self._seed = float(noise), int(seed)
         self._deadline_ns = round(deadline_ms * 1e6)
         self._entries = EntryShape(self.shape, self._how.chunk_tokens)
@@ -253,8 +267,22 @@ class KVDrive(Policy):
             wants |= {f"{name} ahead": wants[name] for name in ("scores", "indices")}
         self._work.reserve(wants)
         request.state["wants"], request.state["deepest"] = wants, deepest
-        request.state["held"] = self._cache.admit(request, plan, index)
+        most, archive = self._entries.count(max(request.max_tokens, plan.keep_tokens)), None
+        notes = notes_nbytes(self._entries, index, most, self._cache.always(index)) if plan.keep_tokens else 0
+        if self._resume and plan.persistent is not None:
+            of = fingerprint(request, self._entries, self._how)
+            archive = await Archive.adopt(self.engine, plan.persistent, request.name, of)
+            try:
+                check(archive, request, self._entries.count(request.max_tokens))
+            except ConfigurationError:
+                archive.close(keep=True)
+                raise
+        request.state["held"] = held = self._cache.admit(request, plan, index, notes, archive)
         self._counts[request.name] = _Counts()
+        if archive is not None:
+            held.resumed = True
+            request.tokens[:] = archive.tokens
+            await resume_request(self.engine, self._cache, request, held)
 
     def _plan(self, request: Request) -> Plan:
         shape, entries = self.shape, self._entries
@@ -267,12 +295,21 @@ class KVDrive(Policy):
             self._sizes.check(*each)
             windows = np.minimum(self._sizes.capacity(k), most)
         cached = most if self._dram_share == 1 else ceil(self._dram_share * most)
+        keep = max(self._keep_tokens, request.max_tokens) if self._keep_tokens or self._resume else 0
         moving = k * (2 if self._pipeline == "prefetch" else 1)
         return Plan(
-            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed
+            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed, keep
         )
 
     async def release(self, request: Request) -> None:
+        held: Held | None = request.state.get("held")
+        try:
+            if held is not None and held.plan.keep_tokens and _is_whole(request, held):
+                await commit(self.engine, self._cache, request, held)
+        finally:
+            await self._give_back(request)
+
+    async def _give_back(self, request: Request) -> None:
         held: Held | None = request.state.get("held")
         wants = request.state.get("wants")
         index: ChunkIndex | None = request.state.get("index")
@@ -286,6 +323,8 @@ class KVDrive(Policy):
 
     async def place(self, request: Request, layer: int, keys: NDArray[np.float32], values: NDArray[np.float32]) -> None:
         table, held, dtype = request.blocks, _held(request), self.shape.dtype
+        if held.resumed:
+            return
         table.length[layer] = keys.shape[1]
         for completion in self.measure(request, layer, keys):
             await completion
@@ -303,6 +342,8 @@ class KVDrive(Policy):
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         held = _held(request)
         index, plan = held.index, held.plan
+        if held.resumed:
+            return
         indexed = index.end(layer) - index.first
         wanted = int(plan.windows[layer].max(initial=0))
         if plan.cached < indexed:
@@ -314,6 +355,8 @@ class KVDrive(Policy):
             newest = np.arange(index.end(layer) - 1, index.end(layer) - 1 - wanted, -1)
             ranked = np.broadcast_to(newest, (self.shape.num_kv_heads, wanted))
         await self._cache.place(request, held, layer, ranked)
+        if plan.keep_tokens and layer == self.shape.num_layers - 1:
+            await commit(self.engine, self._cache, request, held)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -322,7 +365,7 @@ class KVDrive(Policy):
         if self._pipeline != "prefetch" or not self._predict_from <= layer < self.shape.num_layers - 1:
             return
         assert batch.predict is not None, "a decoder that calls layer_input predicts"
-        target = self._work.at("predicted", following, batch.queries.spans.nbytes)
+        target = self._space("predicted", following, batch.before, batch.queries.spans.nbytes)
         prediction = batch.predict(following, target)
         names = tuple(r.name for r in batch.requests)
         self._ahead[following, names] = self.engine.loop.spawn(self._prefetch(following, batch, target, prediction))
@@ -335,6 +378,8 @@ class KVDrive(Policy):
         persisting: list[list[Completion]] = []
         for request, (position,) in zip(batch.requests, batch.positions.tolist(), strict=True):
             held = _held(request)
+            if layer == 0 and held.plan.keep_tokens and held.index.end(0) > held.committed:
+                await commit(self.engine, self._cache, request, held)
             persisting.append(await self._cache.settle(held, layer, position))
             for side, segment in zip(targets, await self._cache.open(held, layer, position), strict=True):
                 side.append(segment)
@@ -360,7 +405,7 @@ class KVDrive(Policy):
         """One micro-batch, requests [first, last) of the batch, through all four stages."""
         engine, mark = self.engine, self.engine.stages.mark
         part = _part(batch, first, last)
-        before = batch.requests[:first]
+        before = [*batch.before, *batch.requests[:first]]
         choices = await self._select(layer, part, before)
         looked_up = sum(
             c.chosen.size + int(_held(r).tiers.window.held(layer).sum())
@@ -520,7 +565,7 @@ class KVDrive(Policy):
     async def _prefetch(self, layer: int, batch: Batch, target: Segment, prediction: Prediction) -> None:
         """Fetch what a predicted query would choose of a layer that comes next."""
         predicted = replace(batch, queries=target, ready=prediction.ready)
-        choices = await self._select(layer, predicted, (), ahead=True)
+        choices = await self._select(layer, predicted, batch.before, ahead=True)
         for request, choice, position in zip(batch.requests, choices, batch.positions[:, 0].tolist(), strict=True):
             _held(request).early[layer] = await self._fetch(request, layer, position, choice.chosen, ahead=True)
 
@@ -589,6 +634,13 @@ class _Lookup:
 def _held(request: Request) -> Held:
     held: Held = request.state["held"]
     return held
+
+
+def _is_whole(request: Request, held: Held) -> bool:
+    """Whether a request stands between two steps: the prompt has been placed, and every layer is as long."""
+    length = request.blocks.length
+    whole = held.committed >= 0 and request.failure is None and bool((length == length[0]).all())
+    return whole and len(request.tokens) > int(length[0])
 
 
 def _part(batch: Batch, first: int, last: int) -> Batch:

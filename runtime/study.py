@@ -38,7 +38,7 @@ Seen = tuple[str, str, int, int, int]
 
 @dataclass(frozen=True)
 class PhantomRun:
-    """A phantom run: model, platform, policy, requests, and how far it decodes. Options and overrides are plain data."""
+    """A phantom run: what is decoded, where, by what policy, and how far. Options and overrides are plain data."""
 
     model: str
     platform: str

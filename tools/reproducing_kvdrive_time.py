@@ -218,7 +218,8 @@ def small_gpu(study: Study) -> Check:
     memory = c.gpu_nbytes[1] / c.gpu_nbytes[2]
     claims = (
         Claim("Fig. 23: up to 3 times (± 15 %) the throughput of an all-GPU H20",
-              near(c.over_all_gpu, c.band_tolerance), best, over(best, *found), "all-GPU's batch: 1 to the largest that fits; 60K to 360K tokens"),
+              near(c.over_all_gpu, c.band_tolerance), best, over(best, *found),
+              "all-GPU's batch: 1 to the largest that fits; 60K to 360K tokens"),
         Claim("Fig. 23: with 4 times less GPU memory", over(c.less_memory), memory, over(memory)),
     )  # fmt: skip
     details = {"by context": rows, "weights, bytes": known.weight_nbytes()}

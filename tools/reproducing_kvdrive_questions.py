@@ -200,7 +200,7 @@ def throughput(study: Study) -> Sequence[Table]:
     return [Table("throughput", "how fast is it against what exists?", tuple(rows), notes)]
 
 
-def _rate(run: Observed, batch: int, layers: int = CONSTANTS.layers, model: str = CONSTANTS.model) -> float:
+def _rate(run: Observed, batch: int, layers: int | None = None, model: str | None = None) -> float:
     """Tokens per second of the whole model."""
     return batch * 1e9 / whole_step_ns(run, model, layers)
 

@@ -17,18 +17,20 @@ FETCH = ("decide", "evaluate", "ssd", "gather", "transfer", "unpack")
 
 def kvdrive(
     study: Study,
-    context: int = CONSTANTS.context,
-    batch: int = CONSTANTS.batch,
+    context: int | None = None,
+    batch: int | None = None,
     *,
     platform: str = CONSTANTS.l20,
-    model: str = CONSTANTS.model,
-    layers: int = CONSTANTS.layers,
+    model: str | None = None,
+    layers: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     predicted: float = 1.0,
     **options: Any,
 ) -> Observed:
-    """KVDrive over DRAM alone, as the constants say, unless `options` say otherwise; `layers` 0 is the whole model."""
+    """KVDrive over DRAM alone, as the constants say, unless other things are said; `layers` 0 is the whole model."""
     c = CONSTANTS
+    context, batch = context or c.context, batch or c.batch
+    layers = c.layers if layers is None else layers
     wanted = {
         "persistent": "none",
         "budget": c.budget,
@@ -42,7 +44,7 @@ def kvdrive(
         **options,
     }
     run = PhantomRun(
-        model, platform, KVDRIVE, context, wanted, overrides or {}, c.steps, c.warmup_steps, batch, layers,
+        model or c.model, platform, KVDRIVE, context, wanted, overrides or {}, c.steps, c.warmup_steps, batch, layers,
         predicted=predicted,
     )  # fmt: skip
     return study.run(run)
@@ -55,18 +57,20 @@ def baseline(
     batch: int = 1,
     *,
     platform: str,
-    model: str = CONSTANTS.model,
-    layers: int = CONSTANTS.layers,
+    model: str | None = None,
+    layers: int | None = None,
     **options: Any,
 ) -> Observed:
     """A step of a baseline; it attends everything, so steps do not differ."""
-    return study.run(PhantomRun(model, platform, policy, context, options, {}, 1, 0, batch, layers))
+    layers = CONSTANTS.layers if layers is None else layers
+    return study.run(PhantomRun(model or CONSTANTS.model, platform, policy, context, options, {}, 1, 0, batch, layers))
 
 
-def whole_step_ns(run: Observed, model: str = CONSTANTS.model, layers: int = CONSTANTS.layers) -> float:
+def whole_step_ns(run: Observed, model: str | None = None, layers: int | None = None) -> float:
     """A step of the whole model, from a run of some of its layers: those take their time again, the head does not."""
     head = run.result.stages.get("head", 0) / max(len(run.result.step_ns), 1)
-    return head + (run.step_ns - head) * (find_model(model).num_layers / layers if layers else 1)
+    layers = CONSTANTS.layers if layers is None else layers
+    return head + (run.step_ns - head) * (find_model(model or CONSTANTS.model).num_layers / layers if layers else 1)
 
 
 def stage_ns(run: Observed, names: Iterable[str]) -> float:

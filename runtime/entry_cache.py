@@ -9,6 +9,7 @@ each layer-head's entries. The SSD has room for all of them.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +70,8 @@ class Held:
     """What goes on after the attention of layers."""
     early: dict[int, Fetch] = field(default_factory=dict)
     """What has been prefetched for a layer and may still be on its way."""
+    not_persisted: int = 0
+    """Entries whose write to the SSD has failed; DRAM has them, or whoever reads them fails."""
     committed: int = -1
     """Up to which entry the index was when the request was made durable last; −1: it was not."""
     resumed: bool = False
@@ -77,6 +80,11 @@ class Held:
     """What a request that has failed does not wait for."""
     persisting: dict[int, Completion] = field(default_factory=dict)
     """Who reads the staging space of a layer last."""
+
+    def written(self, count: int, completion: Completion) -> None:
+        """A write of so many entries to the SSD has ended."""
+        if completion.error is not None:
+            self.not_persisted += count
 
     def placement(self) -> dict[str, int]:
         """Bytes of entries by memory; an entry counts wherever it lies."""
@@ -344,6 +352,7 @@ class EntryCache:
             copied = engine.stages.mark(engine.copy(places(tiers.gpu, numbers), target, before), PERSIST)
             done = tiers.archive.take(layer, order, staged, [copied])
             held.persisting[layer % LAYERS_UNDER_WAY] = tiers.writing[layer] = engine.stages.mark(done, PERSIST)
+            done.on_done(partial(held.written, order.size))
             copies.append(copied)
         if tiers.dram is not None and tiers.cache is None:
             heads, entries = np.repeat(self._heads, last - first), order.reshape(-1)
@@ -358,7 +367,7 @@ def fingerprint(request: Request, entries: EntryShape, how: Chunking) -> str:
     """What kept entries are of: the weights, the cache's shape and the index. At most 256 characters."""
     shape = entries.shape
     sizes = (shape.num_layers, shape.num_kv_heads, shape.group, shape.head_dim, shape.head_dim_v)
-    return f"{request.model[:64] or 'unnamed'} {shape.dtype} {sizes} {astuple(how)}".replace(" ", "")
+    return f"{request.model[:16] or 'unnamed'} {shape.dtype} {sizes} {astuple(how)}".replace(" ", "")
 
 
 def largest(engine: Engine, memory: str, most: int) -> int:

@@ -124,17 +124,14 @@ class Windows:
             raise ValueError(f"entries [{first}, {last}) are to be loosened; there are {self.most_entries}")
         release(*self._state, layer, first, last, _step(step))
 
-    def evict(self, layer: int, ranked: Int64, k: int, step: int, most: Int64 | None = None) -> Int64:
+    def evict(self, layer: int, ranked: Int64, k: int, step: int) -> Int64:
         """Note that ranked[:, :k] were used in this step, and drop what is beyond the capacity.
 
-        `ranked` is int64 (heads, m), this step's entries from the best on, −1 where a head has fewer; `most` int64
-        (heads,) holds for this call instead of the capacity. Returns the slots that are free now, int64 (n,), by head.
+        `ranked` is int64 (heads, m), this step's entries from the best on, −1 where a head has fewer. Returns the slots
+        that are free now, int64 (n,), by head.
         """
         self._check_layer(layer)
         ranked = _int64("ranked", ranked, (self.num_heads, None))
-        room = self.capacity[layer] if most is None else _int64("most", most, (self.num_heads,))
-        if most is not None and (room < 0).any():
-            raise ValueError(f"most {int(room.min())}; it must be at least 0")
         if k < 0:
             raise ValueError(f"k {k}; it must be at least 0")
         k = min(k, ranked.shape[1])
@@ -145,7 +142,9 @@ class Windows:
         stamp, self._stamp = self._stamp, self._stamp + 2 * self.num_heads
         safe = ranked.shape[1] if self.eviction == "la" else k
         noise, seen, scratch = self.noise, self._seen, (self._ranks, self._entries, self._given)
-        count = remove(*self._state, layer, room, ranked, k, safe, step, random, noise, seen, stamp, *scratch)
+        count = remove(
+            *self._state, layer, self.capacity[layer], ranked, k, safe, step, random, noise, seen, stamp, *scratch
+        )
         if count < 0:
             self._refuse("ranked", layer, ranked, -1 - count)
         return self._given[:count].copy()

@@ -165,6 +165,7 @@ def test_every_command_and_option_is_documented() -> None:
         "accuracy",
         "k-min",
         "window-sizes",
+        "archives",
         "ablate",
         "phantom",
         "reproduce",

@@ -87,7 +87,9 @@ def test_uses_are_counted_from_the_last_admission() -> None:
     admit(held, [1], 1)
     for step in (1, 2, 3):
         evict(held, [1], 1, step)
-    held.evict(0, table([[]]), 0, 4, most=ints(0))
+    before, held.capacity[0, 0] = held.capacity[0, 0], 0
+    held.evict(0, table([[]]), 0, 4)
+    held.capacity[0, 0] = before
     admit(held, [2], 5)
     evict(held, [2], 1, 5)
     admit(held, [1], 6)
@@ -138,10 +140,11 @@ def test_loosened_entries_may_go() -> None:
     assert held.entries(0, 0).tolist() == [0, 4]
 
 
-def test_a_given_most_holds_for_one_call_in_place_of_the_capacity() -> None:
-    held = windows(2)
+def test_a_capacity_may_change_between_steps() -> None:
+    held = windows(3)
     admit(held, [1, 2, 3, 4], 1)
-    assert len(held.evict(0, table([[1, 2, 3, 4]]), 4, 1, most=ints(3))) == 1
+    assert len(held.evict(0, table([[1, 2, 3, 4]]), 4, 1)) == 1
+    held.capacity[0, 0] = 2
     assert evict(held, [1, 2, 3, 4], 4, 1) == [3]
 
 
@@ -282,14 +285,17 @@ class WindowsAgainstDictionaries(RuleBasedStateMachine):
         assert list(zip(heads.tolist(), entries.tolist(), strict=True)) == missing
         if fetched:
             self.windows.admit(layer, heads, entries, self._new(layer, heads, entries, False), self.step)
-        self._evict(layer, ranked, k, None)
+        self._evict(layer, ranked, k)
 
     @rule(layer=layers, ranked=rankings, most=st.integers(0, 4))
     def shrink(self, layer: int, ranked: list[list[int]], most: int) -> None:
-        self._evict(layer, ranked, 1, np.full(HEADS, most, dtype=np.int64))
+        before = self.windows.capacity[layer].copy()
+        self.windows.capacity[layer] = most
+        self._evict(layer, ranked, 1)
+        self.windows.capacity[layer] = before
 
-    def _evict(self, layer: int, ranked: list[list[int]], k: int, most: Int64 | None) -> None:
-        room = self.capacity[layer] if most is None else most
+    def _evict(self, layer: int, ranked: list[list[int]], k: int) -> None:
+        room = self.windows.capacity[layer]
         expected: list[list[int]] = []
         for head, row in enumerate(ranked):
             held = self.held[layer][head]
@@ -299,7 +305,7 @@ class WindowsAgainstDictionaries(RuleBasedStateMachine):
                     held[entry].uses += 1
             gone = victims(held, int(room[head]), row, k, self.eviction)
             expected.append(sorted(held.pop(entry).slot for entry in gone))
-        given = self.windows.evict(layer, table(ranked), k, self.step, most).tolist()
+        given = self.windows.evict(layer, table(ranked), k, self.step).tolist()
         for slots in expected:
             assert sorted(given[: len(slots)]) == slots
             del given[: len(slots)]
@@ -397,8 +403,6 @@ def evict_and_use(held: Windows, expected: dict[int, Held], ranked: list[int], k
         (lambda w: w.evict(0, table([[5, 6], [7, 5, 7]]), 1, 2), "head 1: 7 is named twice"),
         (lambda w: w.evict(0, table([[5], [6]]), -1, 2), "k -1; it must be at least 0"),
         (lambda w: w.evict(0, table([[5], [6]]), 1, -2), "step -2"),
-        (lambda w: w.evict(0, table([[5], [6]]), 1, 2, ints(1)), "most has shape"),
-        (lambda w: w.evict(0, table([[5], [6]]), 1, 2, ints(1, -1)), "most -1; it must be at least 0"),
         (lambda w: w.entries(0, 2), "head 2; there are 2"),
         (lambda w: w.held(5), "layer 5; there are 2"),
     ],

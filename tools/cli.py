@@ -37,6 +37,7 @@ from tierloop.devices.errors import (
 )
 from tierloop.tools.ablate import ablate
 from tierloop.tools.accuracy import accuracy
+from tierloop.tools.archives import archives
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
 from tierloop.tools.bench_emulation import emulation
@@ -77,6 +78,7 @@ for command, name in (
     (accuracy, "accuracy"),
     (k_min, "k-min"),
     (window_sizes, "window-sizes"),
+    (archives, "archives"),
     (ablate, "ablate"),
     (phantom, "phantom"),
     (reproduce, "reproduce"),

@@ -1,4 +1,4 @@
-"""`tierloop tune`: index, window, micro-batch and waves of a policy for a model and a machine, by short phantom runs."""
+"""`tierloop tune`: index, window, micro-batch and waves of a policy for a model and machine, by short phantom runs."""
 
 from __future__ import annotations
 

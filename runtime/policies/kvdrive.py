@@ -94,6 +94,7 @@ class _Counts:
     from_ssd: int = 0
     prefetched: int = 0
     evicted: int = 0
+    not_persisted: int = 0
     useful_nbytes: int = 0
     media_nbytes: int = 0
     hit_rate: list[float] = field(default_factory=list)
@@ -255,7 +256,6 @@ class KVDrive(Policy):
         index = ChunkIndex(self.engine, self._how, request.name, request.prompt_tokens, request.max_tokens)
         request.state["index"] = index
         plan = self._plan(request)
-        deepest = max(plan.k, int(plan.windows.max(initial=0)))
         wants = {
             "scores": (self.engine.dense.memory, index.most_clusters * shape.num_kv_heads * 4),
             "indices": (self.engine.dense.memory, index.most_clusters * shape.num_kv_heads * 8),
@@ -266,7 +266,7 @@ class KVDrive(Policy):
             wants |= {"predicted": (self.engine.dense.memory, queries)}
             wants |= {f"{name} ahead": wants[name] for name in ("scores", "indices")}
         self._work.reserve(wants)
-        request.state["wants"], request.state["deepest"] = wants, deepest
+        request.state["wants"] = wants
         most, archive = self._entries.count(max(request.max_tokens, plan.keep_tokens)), None
         notes = notes_nbytes(self._entries, index, most, self._cache.always(index)) if plan.keep_tokens else 0
         if self._resume and plan.persistent is not None:
@@ -377,10 +377,14 @@ class KVDrive(Policy):
         targets: tuple[list[Segment], list[Segment]] = ([], [])
         persisting: list[list[Completion]] = []
         for request, (position,) in zip(batch.requests, batch.positions.tolist(), strict=True):
-            held = _held(request)
-            if layer == 0 and held.plan.keep_tokens and held.index.end(0) > held.committed:
-                await commit(self.engine, self._cache, request, held)
-            persisting.append(await self._cache.settle(held, layer, position))
+            held, copies = _held(request), list[Completion]()
+            try:
+                if layer == 0 and held.plan.keep_tokens and held.index.end(0) > held.committed:
+                    await commit(self.engine, self._cache, request, held)
+                copies = await self._cache.settle(held, layer, position)
+            except DeviceError as error:
+                request.failure = request.failure or error
+            persisting.append(copies)
             for side, segment in zip(targets, await self._cache.open(held, layer, position), strict=True):
                 side.append(segment)
             request.blocks.length[layer] = position + 1
@@ -560,6 +564,7 @@ class KVDrive(Policy):
         if layer == self.shape.num_layers - 1:
             self._synchroniser.balance(tiers, plan.k)
             self._counts[request.name].step(tiers.traffic, tiers.prefetched)
+            self._counts[request.name].not_persisted = held.not_persisted
             tiers.traffic, tiers.prefetched = Traffic(), Traffic()
 
     async def _prefetch(self, layer: int, batch: Batch, target: Segment, prediction: Prediction) -> None:

@@ -88,7 +88,7 @@ class Constants:
     gain_windows: tuple[float, ...] = (2.0, 3.0, 4.0)
     """Those of the paper's sweep; which one Table 3 has is not known."""
     gain_layers: int = 4
-    gain_steps: int = 20
+    gain_steps: int = 16
     gain_warmup: int = 6
 
     # -- K3: Fig. 15 --------------------------------------------------------------------------------------------------

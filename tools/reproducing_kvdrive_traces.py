@@ -7,7 +7,7 @@ candidates; those of a cluster rank together, since their keys are alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -23,8 +23,9 @@ from tierloop.runtime.model_shapes import find_model
 from tierloop.runtime.reproduction import Check, Claim, at_least, at_most, over
 from tierloop.runtime.score_trace import ScoreTrace, ScoreTraceModel
 from tierloop.runtime.study import Study
+from tierloop.runtime.window_simulation import in_units, missed_by_union, simulate
 from tierloop.runtime.window_sizes import SizeProfile, WindowSizes, chosen_sizes
-from tierloop.runtime.windows import Eviction, Windows
+from tierloop.runtime.windows import Eviction
 from tierloop.tools.reproducing_kvdrive_constants import CONSTANTS
 
 Int64 = NDArray[np.int64]
@@ -64,48 +65,7 @@ def ranked(
     return [step(number) for number in range(steps)]
 
 
-def hits(steps: Steps, k: int, capacity: Int64, eviction: Eviction, warmup: int) -> tuple[Int64, Int64]:
-    """Chosen entries that windows held in the steps after the warm-up, and all: int64 (layers, heads) each."""
-    layers, heads, _ = steps[0].shape
-    most = 1 + max(int(step.max()) for step in steps)
-    windows = Windows(layers, heads, most, capacity, eviction)
-    held, chosen = np.zeros((layers, heads), dtype=np.int64), np.zeros((layers, heads), dtype=np.int64)
-    for number, step in enumerate(steps):
-        for layer in range(layers):
-            wanted = np.ascontiguousarray(step[layer, :, :k])
-            of, entries = windows.missing(layer, wanted)
-            windows.admit(layer, of, entries, np.zeros_like(of), number)
-            windows.evict(layer, step[layer], k, number)
-            if number >= warmup:
-                all_of_it = (wanted >= 0).sum(axis=1)
-                chosen[layer] += all_of_it
-                held[layer] += all_of_it - np.bincount(of, minlength=heads)
-    return held, chosen
-
-
-def hit_rate(steps: Steps, k: int, window: float, eviction: Eviction, warmup: int) -> float:
-    """The share of chosen entries that windows of `window` · k entries held."""
-    held, chosen = hits(steps, k, np.full(steps[0].shape[:2], round(window * k), dtype=np.int64), eviction, warmup)
-    return float(held.sum() / chosen.sum())
-
-
 # -- K1 -----------------------------------------------------------------------------------------------------------
-
-
-def outside(steps: Steps, k: int, windows: Sequence[int], counted_from: int) -> Float64:
-    """The share of chosen entries that are in none of the choices of the last w steps: float64 (windows, layers)."""
-    layers, heads, _ = steps[0].shape
-    most = 1 + max(int(step.max()) for step in steps)
-    last = np.full((layers, heads, most), -(1 << 40), dtype=np.int64)
-    missed, counted = np.zeros((len(windows), layers)), 0
-    for number, step in enumerate(steps):
-        chosen = step[:, :, :k]
-        if number >= counted_from:
-            age = number - np.take_along_axis(last, chosen, axis=2)
-            missed += [(age > window).mean(axis=(1, 2)) for window in windows]
-            counted += 1
-        np.put_along_axis(last, chosen, number, axis=2)
-    return missed / counted
 
 
 def windows_and_transfer(study: Study) -> Check:
@@ -114,7 +74,8 @@ def windows_and_transfer(study: Study) -> Check:
     k = round(c.budget_high * c.trace_candidates)
     steps = ranked(study, c.locality, c.draw_layers, c.trace_candidates, 4 * k, c.trace_steps)
     from_step = max(c.draw_windows)
-    by_layer = outside(steps, k, (*c.fig3_windows, *c.draw_windows), from_step)
+    unions = missed_by_union(steps, k, (*c.fig3_windows, *c.draw_windows), from_step)
+    by_layer = unions.mean(axis=2) / (k * (len(steps) - from_step))
     missed = by_layer.mean(axis=1)
     whole_mb = c.fig3_context * find_model(c.model).kv_nbytes() * c.budget_high / 1e6
     volumes = (missed[: len(c.fig3_windows)] * whole_mb).tolist()
@@ -123,7 +84,7 @@ def windows_and_transfer(study: Study) -> Check:
     rises = sum(later >= earlier for earlier, later in pairwise(volumes))
     last = c.fig3_windows[-1]
     ratio = volumes[0] / volumes[-1]
-    ruled = [1 / (1 - hit_rate(steps[: from_step + 8], k, last, rule, from_step)) for rule in RULES]
+    ruled = [1 / (1 - simulate(steps, k, last, rule, warm_up=from_step).hit_rate) for rule in RULES]
     claims = [
         Claim("Fig. 3: a wider window never transfers as much (windows ×0 to ×3, number of exceptions)",
               at_most(0.0), float(rises), over(float(rises))),
@@ -169,38 +130,24 @@ class Unit:
 
 
 def unit_steps(study: Study, unit: Unit, locality: str) -> Steps:
-    """Ranked units, at least four times K of them, step after step."""
+    """All units ranked, step after step: every entry of a window has a score."""
     c = CONSTANTS
-    deep = 4 * unit.k
+    if unit.tokens > c.chunk and not unit.neighbours:
+        clusters = c.context // unit.tokens
+        return ranked(study, locality, c.gain_layers, clusters, clusters, c.gain_steps, unit=unit.tokens)
+    entries = c.context // c.chunk
     if unit.neighbours:
-        each = unit.tokens // c.chunk
-        fine = ranked(study, locality, c.gain_layers, c.context // c.chunk, 2 * deep, c.gain_steps, unit=c.chunk)
-        return [_by_best_member(step, each, deep) for step in fine]
-    if unit.tokens > c.chunk:
-        return ranked(study, locality, c.gain_layers, c.context // unit.tokens, deep, c.gain_steps, unit=unit.tokens)
-    entries, groups = c.context // c.chunk, c.centroids
-    wanted = -(-deep * groups // entries) + deep // 64
-    coarse = ranked(study, locality, c.gain_layers, groups, wanted, c.gain_steps, unit=c.context // groups)
-    return [_members(step, entries, groups, deep) for step in coarse]
+        fine = ranked(study, locality, c.gain_layers, entries, entries, c.gain_steps, unit=c.chunk)
+        return [in_units(step, unit.tokens // c.chunk) for step in fine]
+    groups = c.centroids
+    coarse = ranked(study, locality, c.gain_layers, groups, groups, c.gain_steps, unit=c.context // groups)
+    return [_members(step, entries, groups) for step in coarse]
 
 
-def _by_best_member(step: Int64, each: int, deep: int) -> Int64:
-    """Units of `each` neighbours in the order of their best ones, the first `deep`: int64 (layers, heads, deep)."""
-    units = np.full((*step.shape[:2], deep), -1, dtype=np.int64)
-    for at in np.ndindex(step.shape[:2]):
-        found, first = np.unique(step[at] // each, return_index=True)
-        best = found[np.argsort(first)][:deep]
-        units[at][: len(best)] = best
-    return units
-
-
-def _members(step: Int64, entries: int, groups: int, deep: int) -> Int64:
+def _members(step: Int64, entries: int, groups: int) -> Int64:
     """Entries of ranked groups, cluster by cluster, ascending; entry e is in group e modulo `groups`."""
-    rounds = -(-entries // groups)
-    all_of_it = step[..., None] + groups * np.arange(rounds)
-    flat = all_of_it.reshape(*step.shape[:2], -1)
-    order = np.argsort(flat >= entries, axis=2, kind="stable")
-    return np.ascontiguousarray(np.take_along_axis(flat, order, axis=2)[:, :, :deep])
+    flat = (step[..., None] + groups * np.arange(-(-entries // groups))).reshape(*step.shape[:2], -1)
+    return flat[flat < entries].reshape(*step.shape[:2], entries)
 
 
 def evictions(study: Study) -> list[dict[str, Any]]:
@@ -214,7 +161,9 @@ def _evictions(study: Study) -> list[dict[str, Any]]:
         for unit in (Unit(*each) for each in CONSTANTS.units):
             steps = unit_steps(study, unit, locality)
             for window in CONSTANTS.gain_windows:
-                la, lru = (hit_rate(steps, unit.k, window, rule, CONSTANTS.gain_warmup) for rule in RULES)
+                la, lru = (
+                    simulate(steps, unit.k, window, rule, warm_up=CONSTANTS.gain_warmup).hit_rate for rule in RULES
+                )
                 cells.append(
                     {"trace": locality, "unit": unit.name, "window": window, "LA": la, "LRU": lru, "gain": la - lru}
                 )
@@ -296,11 +245,8 @@ def _sized(study: Study, k: int, spread: float | None = None) -> tuple[list[floa
 
 def _saved(steps: Steps, k: int, sizes: WindowSizes, uniform: WindowSizes) -> float:
     """The share of misses that the sizes save, after the first step, which misses everything."""
-    missed: list[int] = []
-    for each in (sizes, uniform):
-        held, chosen = hits(steps, k, each.capacity(k), "la", 1)
-        missed.append(int((chosen - held).sum()))
-    return 1 - missed[0] / missed[1]
+    ours, equal = (int(simulate(steps, k, each).misses.sum()) for each in (sizes, uniform))
+    return 1 - ours / equal
 
 
 def _not_in_order(profile: SizeProfile) -> int:

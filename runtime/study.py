@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ Seen = tuple[str, str, int, int, int]
 
 @dataclass(frozen=True)
 class PhantomRun:
-    """A phantom run: its model, platform, policy, and how far it decodes. Options and overrides are plain data."""
+    """A phantom run: what is decoded, where, by what policy, and how far. Options and overrides are plain data."""
 
     model: str
     platform: str
@@ -47,6 +48,13 @@ class PhantomRun:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 1
     warmup_steps: int = 0
+    batch: int = 1
+    layers: int = 0
+    """How many of the model's layers there are, 0 for all: what is of a layer needs no more of them."""
+    locality: str = ""
+    """What selections are drawn from; the study's own if it is empty."""
+    predicted: float = 1.0
+    """The share of what is best that a query predicted a layer ahead finds, in questions labelled `prefetch`."""
 
     @property
     def key(self) -> str:
@@ -125,7 +133,7 @@ class Study:
         self._kv_dtype = kv_dtype
         self._coarser = 1024 // table
         self._runs: dict[str, Observed] = {}
-        self._answers: dict[tuple[str, int], dict[str, Int64]] = {}
+        self._answers: dict[tuple[str, int, int, str], dict[str, Int64]] = {}
         self._made: dict[str, Any] = {}
 
     def tell(self) -> None:
@@ -148,10 +156,16 @@ class Study:
 
     def _observe(self, run: PhantomRun) -> Observed:
         known = find_model(run.model)
+        if run.layers:
+            known = replace(known, num_layers=run.layers)
         shape = cache_shape(known, self._kv_dtype, block_tokens_for(self._coarser * run.context))
-        selection = draw(self._locality, known.num_layers, self.seed)
+        locality = load_selection_model(find_locality(run.locality)) if run.locality else self._locality
+        selection = draw(locality, known.num_layers, self.seed)
         if run.steps == 1 and not run.warmup_steps:
-            selection = _Remembered(selection, self._answers.setdefault((run.model, run.context), {}))
+            drawn = run.model, run.context, run.layers, run.locality
+            selection = _Remembered(selection, self._answers.setdefault(drawn, {}))
+        if run.predicted < 1:
+            selection = _Mistaken(selection, run.predicted, self.seed)
         ended: list[Seen] = []
         with open_platform(run.platform, clock="virtual", overrides=run.overrides) as platform:
             kinds = {device.info.name: device.info.kind for device in platform.devices.values()}
@@ -172,6 +186,7 @@ class Study:
                 platform,
                 PolicyRequest(run.policy, dict(run.options)),
                 context=run.context,
+                batch=run.batch,
                 steps=run.steps,
                 warmup_steps=run.warmup_steps,
                 decisions=selection,
@@ -210,6 +225,44 @@ class _Remembered:
     def beyond(self, model: str | None, longest: int) -> list[str]:
         """Why answers are extrapolated."""
         return self._drawn.beyond(model, longest)
+
+
+class _Mistaken:
+    """Drawn selections of which predictions, questions labelled `prefetch …`, are right with a probability only.
+
+    Each candidate that is wrong is replaced by one that is not among the best, drawn by seed and question.
+    """
+
+    def __init__(self, drawn: DrawnSelection, right: float, seed: int) -> None:
+        self._drawn = drawn
+        self._right = right
+        self._seed = seed
+        self.asked = False
+
+    def answer(self, question: Question, read: Int64 | None) -> Int64:
+        """k candidates of each list, best first. int64 (lists, k)."""
+        self.asked = True
+        answer = self._drawn.answer(question, read)
+        if not question.label.startswith("prefetch"):
+            return answer
+        label = zlib.crc32("\0".join((question.label, *question.requests)).encode())
+        random = np.random.default_rng((self._seed, label, question.layer, question.step))
+        for row, length in zip(answer, question.lengths.tolist(), strict=True):
+            others = np.ones(length, dtype=bool)
+            others[row[row >= 0]] = False
+            others = random.permutation(np.flatnonzero(others))
+            wrong = np.flatnonzero((row >= 0) & (random.random(len(row)) >= self._right))[: len(others)]
+            row[wrong] = others[: len(wrong)]
+        return answer
+
+    def group(self, grouping: Grouping, read: Int64 | None) -> Int64:
+        """The group of each candidate. int64 (lists, candidates)."""
+        return self._drawn.group(grouping, read)
+
+    def beyond(self, model: str | None, longest: int) -> list[str]:
+        """Why answers are extrapolated."""
+        assumed = [f"predictions find {self._right:.0%} of what is best"] if self.asked else []
+        return [*self._drawn.beyond(model, longest), *assumed]
 
 
 def _seen(completion: Completion) -> Seen:

@@ -92,7 +92,7 @@ def test_a_check_that_fails_is_exit_code_1_and_is_named(run_cli: CLI, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gpt",), "no reproduction of 'gpt'; known: hybridgen"),
+        (("gpt",), "no reproduction of 'gpt'; known: hybridgen, kvdrive"),
         (("hybridgn",), "did you mean 'hybridgen'?"),
         (("hybridgen", "--check", "K3"), "hybridgen has no check 'K3'"),
     ],

@@ -15,7 +15,7 @@ from tierloop.devices.tables import read_toml
 from tierloop.emulators.profile import find_profile
 from tierloop.runtime.reproduction import System, digest
 
-SYSTEMS = {"hybridgen": "tierloop.tools.reproducing_hybridgen"}
+SYSTEMS = {"hybridgen": "tierloop.tools.reproducing_hybridgen", "kvdrive": "tierloop.tools.reproducing_kvdrive"}
 """By name the module whose function `system` gives what is reproduced; modules are loaded when they are asked for."""
 
 

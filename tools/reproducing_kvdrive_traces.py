@@ -199,7 +199,7 @@ def _on_the_model(study: Study) -> dict[str, float]:
     """Hit rates of a real model's decoding, by eviction rule."""
     from tierloop.tools.reproducing_kvdrive_model import decoded
 
-    return {rule: decoded(study, 0, eviction=rule).hit_rate for rule in ("la", "lru", "lfu")}
+    return {rule: decoded(study, 0, eviction=rule).hit_rate for rule in RULES}
 
 
 # -- K3 -----------------------------------------------------------------------------------------------------------

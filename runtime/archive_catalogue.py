@@ -108,13 +108,11 @@ class Catalogue:
         try:
             return self._device.alloc(nbytes, self.memory, self._engine.phantom)
         except OutOfMemory as error:
-            info = self._device.info.memory(self.memory)
-            capacity = info.capacity if info else 0
+            why = error.detail.partition(": ")[2] or error.detail
             held = sum(listed.region.nbytes for listed in self.listed.values())
-            older = f", of which {len(self.listed)} archives that are kept hold {held:,}" if held else ""
+            older = f"; {len(self.listed)} archives that are kept hold {held:,} bytes" if held else ""
             raise TierTooSmall(
-                f"{self.memory} is too small: {nbytes:,} bytes are needed there for {what} "
-                f"(capacity {capacity:,} bytes{older})"
+                f"{self.memory} is too small: {nbytes:,} bytes are needed there for {what} ({why}{older})"
             ) from error
 
     async def add(self, key: Key, region: Region) -> None:

@@ -113,6 +113,11 @@ class ChunkIndex:
         return self._layers[layer].members
 
     @property
+    def placing_nbytes(self) -> int:
+        """Bytes that `build` takes for a moment where the modules run: chunk means and labels of a layer."""
+        return self.engine.shape.num_kv_heads * self.cut.chunks * (self.engine.shape.head_dim * 4 + 8)
+
+    @property
     def most_clusters(self) -> int:
         """Clusters of a layer and KV head at the end of the request's life."""
         return self.cut.width

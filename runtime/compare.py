@@ -59,6 +59,13 @@ def kv_shape(model: Model, dtype: str = "float32", block_tokens: int = 64, split
     return cache_shape(model.shape, dtype, block_tokens, split_tokens)  # type: ignore[arg-type]  # it checks dtype
 
 
+def _nothing_done(steps: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """What a reader must know of a run that had nothing left to do."""
+    if steps:
+        return []
+    return [f"no step was decoded, and nothing was checked: all {len(tokens)} tokens were there already"]
+
+
 def find_policy(name: str) -> type[Policy]:
     """The registered policy of that name. Raises ConfigurationError with the near names."""
     kind = entry("policies", name)
@@ -231,7 +238,7 @@ class _Run:
             elapsed_ns=elapsed_ns,
             placement=placement,
             guesses=tuple(self._platform.guesses),
-            notes=(*self._platform.notes, *self._emulation_error()),
+            notes=(*self._platform.notes, *self._emulation_error(), *_nothing_done(steps, tokens)),
             lateness={
                 f"{device} queue {queue}": tuple(counts) for (device, queue), counts in sorted(site.lateness.items())
             },

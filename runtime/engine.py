@@ -135,10 +135,9 @@ class Engine:
         try:
             return self.scratch(memory, nbytes)
         except OutOfMemory as error:
-            info = self.platform.memory_owner(memory).info.memory(memory)
-            capacity = info.capacity if info else 0
+            why = error.detail.partition(": ")[2] or error.detail
             raise TierTooSmall(
-                f"{memory} is too small: {nbytes:,} bytes are needed there for {what} (capacity {capacity:,} bytes)"
+                f"{memory} is too small: {nbytes:,} bytes are needed there for {what} ({why})"
             ) from error
 
     def table(self, max_tokens: int) -> BlockTable:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, field
 from functools import partial
+from math import floor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ class Plan:
     """
 
     k: int
+    budget: float
+    """The share of the tokens that `k` was made of."""
     windows: Int64
     cached: int
     moving: int
@@ -76,8 +79,6 @@ class Held:
     """Up to which entry the index was when the request was made durable last; −1: it was not."""
     resumed: bool = False
     """The prompt is in its place already."""
-    late: list[Completion] = field(default_factory=list)
-    """What a request that has failed does not wait for."""
     persisting: dict[int, Completion] = field(default_factory=dict)
     """Who reads the staging space of a layer last."""
 
@@ -143,7 +144,7 @@ class EntryCache:
                     place = plan.persistent, request.name, of, self.entries, room
                     archive = Archive(engine, *place, notes_nbytes, appends)
                 work.reserve(self._synchroniser.wants(plan.k, archive, shape.num_layers))
-                update = self.entries.count(how.update_tokens + how.local_tokens) + 2
+                update = min(self.entries.count(how.update_tokens + how.local_tokens) + 2, most)
                 work.reserve({"persisting": (engine.host, shape.num_kv_heads * archive.stride(update))})
             if plan.cached:
                 moving = LAYERS_UNDER_WAY * shape.num_kv_heads * plan.k if plan.cached < most else 0
@@ -153,7 +154,7 @@ class EntryCache:
                     cache = self._windows(plan, most, np.full((shape.num_layers, shape.num_kv_heads), plan.cached))
             fixed = lists * kept + LAYERS_UNDER_WAY * shape.num_kv_heads * plan.moving
             count = min(int(plan.windows.sum()) + fixed, lists * most)
-            gpu = self._gpu_slots(plan, fixed, count)
+            gpu = self._gpu_slots(plan, fixed, count, index.placing_nbytes)
             taken.append(gpu)
             tiers = Tiers(gpu, self._windows(plan, most, plan.windows), dram, cache, archive, index.first, work)
             self._synchroniser.grant(tiers, plan.k, shape.num_layers)
@@ -169,7 +170,8 @@ class EntryCache:
 
     def always(self, index: ChunkIndex) -> int:
         """The most entries of a layer-head that are always on the GPU."""
-        return index.first + self.entries.count(index.how.local_tokens + index.how.update_tokens) + 3
+        most = index.cut.most_chunks + 1
+        return min(index.first + self.entries.count(index.how.local_tokens + index.how.update_tokens) + 3, most)
 
     def _windows(self, plan: Plan, most: int, capacity: Int64) -> Windows:
         shape = self.entries.shape
@@ -177,24 +179,30 @@ class EntryCache:
             shape.num_layers, shape.num_kv_heads, most, capacity.astype(np.int64), plan.eviction, plan.noise, plan.seed
         )
 
-    def _gpu_slots(self, plan: Plan, fixed: int, count: int) -> Slots:
-        memory, nbytes = self._engine.dense.memory, self.entries.nbytes
+    def _gpu_slots(self, plan: Plan, fixed: int, count: int, placing: int) -> Slots:
+        """Slots on the GPU, with room left for the `placing` bytes that the prompt's index takes for a moment."""
+        engine, memory, nbytes = self._engine, self._engine.dense.memory, self.entries.nbytes
+        left = engine.claim(memory, placing, "the prompt's index") if placing else None
         try:
-            return Slots(self._engine, memory, count, nbytes, "GPU windows")
+            return Slots(engine, memory, count, nbytes, "GPU windows")
         except TierTooSmall as error:
-            room = largest(self._engine, memory, count * nbytes) // nbytes - fixed
-            lists = plan.windows.size
+            room = largest(engine, memory, count * nbytes) // nbytes - fixed
             if room < 0:
                 would = f"not even a window of 0 fits: {-room * nbytes:,} bytes are missing for what is always there"
             else:
-                would = f"windows of {room / (lists * plan.k):.2f} × {plan.k} entries would fit"
+                # Rounded down twice: what is said has to fit.
+                window = floor(100 * (room // plan.windows.size) / plan.k) / 100
+                would = f"windows of {window:.2f} × {plan.k} entries would fit"
             raise TierTooSmall(f"{error}; {would}") from error
+        finally:
+            if left is not None:
+                engine.drop(left)
 
     async def release(self, held: Held) -> None:
         """Wait for what is under way and give everything back."""
         tiers = held.tiers
         under_way = [*held.persisting.values(), *(c for fetch in held.early.values() for c in fetch.arriving)]
-        under_way += held.late
+        under_way += tiers.late
         under_way += [c for readers in tiers.readers.values() for c in readers]
         for task in held.after:
             await _ended(task)
@@ -356,6 +364,7 @@ class EntryCache:
             before = [c for c in (held.persisting.get(layer % LAYERS_UNDER_WAY),) if c is not None]
             target = Segment(staged.region, Spans.equal(offsets, self.entries.nbytes))
             copied = engine.stages.mark(engine.copy(places(tiers.gpu, numbers), target, before), PERSIST)
+            held.persisting[layer % LAYERS_UNDER_WAY] = copied
             done = tiers.archive.take(layer, order, staged, [copied])
             held.persisting[layer % LAYERS_UNDER_WAY] = tiers.writing[layer] = engine.stages.mark(done, PERSIST)
             done.on_done(partial(held.written, order.size))
@@ -366,6 +375,7 @@ class EntryCache:
             slots = self._into_dram(tiers, layer, heads, entries, step)
             copied = engine.copy(places(tiers.gpu, numbers), places(tiers.dram, slots))
             copies.append(engine.stages.mark(copied, PERSIST))
+            tiers.late = [c for c in tiers.late if not c.done] + copies
         return copies
 
 

@@ -166,10 +166,11 @@ class EntryStages:
         for request, choice in zip(part.requests, choices, strict=True):
             fetches.append(await self._fetch(request, layer, int(request.blocks.length[layer]) - 1, choice.chosen))
         arrived: list[Completion] = []
+        deadline_ns = engine.platform.clock.now() + self._deadline_ns
         for request, fetch in zip(part.requests, fetches, strict=True):
             early = held_by(request).early.pop(layer, Fetch())
             fetch.arriving[:0], fetch.promoted[:0] = early.arriving, early.promoted
-            arrived += await self._arrive(request, fetch.arriving)
+            arrived += await self._arrive(request, fetch.arriving, deadline_ns)
         rows = []
         for i, (request, choice) in enumerate(zip(part.requests, choices, strict=True)):
             held, length = held_by(request), int(request.blocks.length[layer])
@@ -242,17 +243,15 @@ class EntryStages:
             request.fail(error)
             return Fetch()
 
-    async def _arrive(self, request: Request, arriving: list[Completion]) -> list[Completion]:
+    async def _arrive(self, request: Request, arriving: list[Completion], deadline_ns: int) -> list[Completion]:
         """Wait for what was fetched. A failure, or a deadline that passes, ends this request and no other."""
-        clock = self.engine.platform.clock
-        begun = clock.now()
         for completion in arriving:
             try:
-                await (self._within(completion, begun + self._deadline_ns) if self._deadline_ns else completion)
+                await (self._within(completion, deadline_ns) if self._deadline_ns else completion)
             except DeviceError as error:
                 request.fail(error)
         if request.failure is not None:
-            held_by(request).late += arriving
+            held_by(request).tiers.late += arriving
             return []
         return arriving
 

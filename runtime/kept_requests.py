@@ -8,6 +8,9 @@ would have answered without the crash. What windows held is not kept: they fill 
 
 from __future__ import annotations
 
+import struct
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,10 +26,33 @@ from tierloop.runtime.entry_cache import EntryCache, Held
 from tierloop.runtime.policy import Int64, Request
 from tierloop.runtime.synchronisation import places
 
-PROMPT, LATER, NEWEST, SCALES = "prompt index", "later index", "always there", "scales"
-"""Kinds of notes: the index of the prompt, what has joined it, entries that are always on the GPU, scales of keys."""
+PROMPT, LATER, NEWEST, SCALES, CHOICE = "prompt index", "later index", "always there", "scales", "choice"
+"""Kinds of notes: the index of the prompt, what has joined it, entries that are always on the GPU, scales of keys, and
+(of layer 0) how much is chosen."""
 _HEADERS = 4096
 """Bytes for the headers of a layer's notes: more than two snapshots of some hundred updates take."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How much of a kept request is attended: K entries, which were made of this budget."""
+
+    k: int
+    budget: float
+
+    def to_bytes(self) -> NDArray[np.uint8]:
+        """uint8 (16,)."""
+        return np.frombuffer(struct.pack("<qd", self.k, self.budget), dtype=np.uint8)
+
+    @classmethod
+    def from_bytes(cls, stored: NDArray[np.uint8]) -> Kept:
+        """Raises ConfigurationError."""
+        if len(stored) != 16:
+            raise ConfigurationError(f"the note of what is chosen has {len(stored)} bytes; it must have 16")
+        k, budget = struct.unpack("<qd", stored.tobytes())
+        if not (0 < k < 1 << 40 and 0 < budget <= 1):
+            raise ConfigurationError(f"the note of what is chosen says {k} entries of a budget of {budget}")
+        return cls(k, budget)
 
 
 def notes_nbytes(entries: EntryShape, index: ChunkIndex, most: int, kept: int) -> int:
@@ -48,6 +74,8 @@ async def commit(engine: Engine, cache: EntryCache, request: Request, held: Held
         for copied in await cache.settle(held, layer, length):
             await copied
     fresh = PROMPT not in archive.kinds(0)
+    if fresh:
+        archive.note(CHOICE, 0, Kept(held.plan.k, held.plan.budget).to_bytes())
     for layer in range(engine.shape.num_layers):
         if fresh:
             archive.note(PROMPT, layer, await snapshot(index, layer, 0))
@@ -89,11 +117,19 @@ async def resume_request(engine: Engine, cache: EntryCache, request: Request, he
     held.committed = index.end(0)
 
 
-def check(archive: Archive, request: Request, most: int) -> None:
-    """Raise ConfigurationError unless an archive is of this prompt, and has room for the request."""
+async def check(archive: Archive, request: Request, most: int, budget: float) -> Kept:
+    """How much was attended, of an archive of this prompt and budget with room for the request.
+
+    Raises ConfigurationError for any other.
+    """
     mine = request.tokens[: request.prompt_tokens]
     if list(archive.tokens[: request.prompt_tokens]) != mine or archive.length < request.prompt_tokens:
         raise ConfigurationError(f"archive {request.name!r} on {archive.memory} is of another prompt")
+    if len(archive.tokens) > request.max_tokens:
+        raise ConfigurationError(
+            f"archive {request.name!r} on {archive.memory} has {len(archive.tokens):,} tokens already; "
+            f"the request may come to have {request.max_tokens:,}"
+        )
     room = archive.geometry.most_entries
     if room < most:
         tokens = archive.geometry.entries.tokens
@@ -101,6 +137,12 @@ def check(archive: Archive, request: Request, most: int) -> None:
             f"archive {request.name!r} on {archive.memory} has room for {room * tokens:,} tokens; "
             f"the request may come to have {request.max_tokens:,}"
         )
+    kept = Kept.from_bytes(await archive.read_note(CHOICE, 0))
+    if kept.budget != budget:
+        raise ConfigurationError(
+            f"archive {request.name!r} on {archive.memory} was made with a budget of {kept.budget:g}, not {budget:g}"
+        )
+    return kept
 
 
 def _of_prompt(index: ChunkIndex, layer: int) -> int:

@@ -327,22 +327,27 @@ def number(what: str, value: Any, low: float, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(f"{what} is {value!r}; it must be a number")
     if not low <= value <= min(high, LARGEST):
-        limit = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+        limit = f"at least {low:g}" if math.isinf(high) and value < low else f"from {low:g} to {min(high, LARGEST):g}"
         raise ConfigurationError(f"{what} is {value}; it must be {limit}")
     return value
 
 
-def whole_numbers(policy: str, options: Mapping[str, tuple[Any, float]]) -> None:
-    """Check options by name, each with the least that is allowed. Raises ConfigurationError that names the option."""
-    for option, (value, low) in options.items():
-        if number(f"{policy}: {option}", value, low) != int(value):
+def whole_numbers(policy: str, options: Mapping[str, tuple[Any, float] | tuple[Any, float, float]]) -> None:
+    """Check options by name, each with the least that is allowed, and the most where there is one.
+
+    Raises ConfigurationError that names the option.
+    """
+    for option, (value, low, *high) in options.items():
+        if number(f"{policy}: {option}", value, low, *high) != int(value):
             raise ConfigurationError(f"{policy}: {option} is {value}; it must be a whole number")
 
 
 def share_above_zero(policy: str, budget: Any) -> None:
     """Check the option `budget`. Raises ConfigurationError unless it is above 0 and at most 1."""
-    if number(f"{policy}: budget", budget, 0, 1) == 0:
-        raise ConfigurationError(f"{policy}: budget is 0; it must be above 0 and at most 1")
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise ConfigurationError(f"{policy}: budget is {budget!r}; it must be a number")
+    if not 0 < budget <= 1:
+        raise ConfigurationError(f"{policy}: budget is {budget:g}; it must be above 0 and at most 1")
 
 
 def switched_off(kind: type[Policy], without: Any) -> frozenset[str]:

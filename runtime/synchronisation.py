@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Copy
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, DeviceError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
@@ -89,6 +89,8 @@ class Tiers:
     grants: Region | None = None
     writing: dict[int, Completion] = field(default_factory=dict)
     """By layer: the last write of entries to the SSD."""
+    late: list[Completion] = field(default_factory=list)
+    """What nobody waits for any more: of a request that has failed."""
     readers: dict[tuple[str, int], list[Completion]] = field(default_factory=dict)
     """Who reads the bytes of each buffer last: whatever is written there comes after it."""
 
@@ -129,6 +131,8 @@ class Synchroniser:
         self._lane = engine.runner("gather", engine.host)
         dense = engine.dense
         self._turn = 0
+        self._submitted: list[Completion] = []
+        """Commands of the fetch that is being started."""
         self._unpacker = Lane(dense.device, dense.executor, dense.executor.queues[-1])
 
     def check(self, persistent: str) -> None:
@@ -185,12 +189,33 @@ class Synchroniser:
     def fetch(
         self, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64, k: int, traffic: Traffic
     ) -> Fetch:
-        """Start to bring entries into free slots of the GPU. All int64 (n,), sorted by head, then entry."""
-        fetch = Fetch()
+        """Start to bring entries into free slots of the GPU. All int64 (n,), sorted by head, then entry.
+
+        Raises a DeviceError where a device takes no command; what it took before is in `tiers.late` then.
+        """
+        fetch, self._submitted = Fetch(), []
+        try:
+            self._fetch(fetch, tiers, layer, heads, entries, slots, k, traffic)
+        except DeviceError:
+            tiers.late += self._submitted
+            raise
+        return fetch
+
+    def _fetch(
+        self,
+        fetch: Fetch,
+        tiers: Tiers,
+        layer: int,
+        heads: Int64,
+        entries: Int64,
+        slots: Int64,
+        k: int,
+        traffic: Traffic,
+    ) -> None:
         if tiers.missed.size:
             tiers.missed[layer] *= MEMORY_OF_MISSES
         if not len(entries):
-            return fetch
+            return
         held = tiers.in_dram(layer, heads, entries)
         near = held >= 0
         if tiers.dram is not None and near.any():
@@ -201,7 +226,6 @@ class Synchroniser:
         if far.any():
             traffic.from_ssd += int(far.sum())
             self._from_ssd(fetch, tiers, layer, heads[far], entries[far], slots[far], k)
-        return fetch
 
     def _from_ssd(
         self, fetch: Fetch, tiers: Tiers, layer: int, heads: Int64, entries: Int64, slots: Int64, k: int
@@ -232,8 +256,8 @@ class Synchroniser:
         moved = self._gather(pageable, pinned, [read, *self._readers(tiers, "pinned", layer)])
         self._reads(tiers, "pageable", layer, [moved])
         blocks = tiers.work.at("blocks", layer, media.media)
-        sent = engine.copy(pinned, blocks, [moved, *self._readers(tiers, "blocks", layer)])
-        self._reads(tiers, "pinned", layer, [self._mark(sent, TRANSFER)])
+        sent = self._mark(engine.copy(pinned, blocks, [moved, *self._readers(tiers, "blocks", layer)]), TRANSFER)
+        self._reads(tiers, "pinned", layer, [sent])
         source, target = self._within(blocks, media.offset), places(tiers.gpu, slots)
         unpacked = engine.launch(self._unpacker, Gather(), ((source,),), ((target,),), [sent])
         self._reads(tiers, "blocks", layer, [self._mark(unpacked, UNPACK)])
@@ -334,4 +358,5 @@ class Synchroniser:
         tiers.readers[use, layer % LAYERS_UNDER_WAY] = list(readers)
 
     def _mark(self, completion: Completion, stage: str) -> Completion:
+        self._submitted.append(completion)
         return self._engine.stages.mark(completion, stage)

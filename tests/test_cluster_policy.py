@@ -228,7 +228,7 @@ def test_the_time_of_a_run_is_the_same_every_time() -> None:
     ("options", "message"),
     [
         ({"budget": 0.0}, "cluster-topk: budget is 0; it must be above 0"),
-        ({"budget": 1.5}, "budget is 1.5; it must be from 0 to 1"),
+        ({"budget": 1.5}, "budget is 1.5; it must be above 0 and at most 1"),
         ({"budget": "x"}, "budget is 'x'; it must be a number"),
         ({"budget": float("nan")}, "budget is nan"),
         ({"sink_tokens": -1}, "sink_tokens is -1; it must be at least 0"),

@@ -359,7 +359,7 @@ def test_the_gpu_keeps_its_share_and_no_more() -> None:
     ("options", "message"),
     [
         ({"budget": 0}, "budget is 0; it must be above 0"),
-        ({"budget": 1.5}, "budget is 1.5; it must be from 0 to 1"),
+        ({"budget": 1.5}, "budget is 1.5; it must be above 0 and at most 1"),
         ({"budget": "many"}, "budget is 'many'; it must be a number"),
         ({"k": 10}, "k is 10, below k_min, which is 64"),
         ({"k_max": 10}, "k_max is 10, below k_min"),
@@ -484,7 +484,7 @@ def test_working_space_is_as_large_as_the_admitted_requests_want_together() -> N
         assert work.at("rows", 0, 1500).region is work.at("rows", 1, 1500).region
         assert work.at("rows", 0, 8).spans.array[0, 0] == work.at("rows", 2, 8).spans.array[0, 0]
         assert work.at("rows", 1, 8).spans.array[0, 0] >= 1500
-        with pytest.raises(TierTooSmall, match=r"emu:gpu is too small: 2 × .* bytes are needed there for states"):
+        with pytest.raises(TierTooSmall, match=r"emu:gpu is too small: .* bytes are needed there for states"):
             work.reserve({"rows": ("emu:dram", 5000), "states": ("emu:gpu", 1 << 40)})
         with pytest.raises(AssertionError, match="were not reserved"):
             work.at("rows", 0, 5000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -327,3 +328,19 @@ def test_a_medium_error_ends_the_request_that_reads_it_and_no_other(synchronisat
         engine.loop.run(policy.release(good))
         engine.close()
         assert_nothing_is_left(platform)
+
+
+@pytest.mark.parametrize("capacity", [160_000, 200_000, 240_000, 280_000])
+@pytest.mark.parametrize("pipeline", ["sequential", "prefetch"])
+def test_the_window_that_would_fit_does(capacity: int, pipeline: str) -> None:
+    options: dict[str, Any] = {"pipeline": pipeline, "overrides": {"devices.gpu.capacity": capacity}}
+    with pytest.raises(TierTooSmall) as refused:
+        kvdrive(window=6.0, **options)
+    said = re.search(r"windows of (\d+\.\d+) × \d+ entries would fit", str(refused.value))
+    assert said is not None
+    assert kvdrive(window=float(said[1]), **options).outputs.tobytes() == usual()
+
+
+def test_a_gpu_that_is_too_small_for_any_window_says_so() -> None:
+    with pytest.raises(TierTooSmall, match="not even a window of 0 fits"):
+        kvdrive(window=6.0, overrides={"devices.gpu.capacity": 100_000})

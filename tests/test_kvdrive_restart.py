@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, Gone
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.compare import find_policy, kv_shape
@@ -135,3 +135,80 @@ def test_nothing_is_kept_unless_asked(tmp_path: Path) -> None:
         first.end(request)
     with run(tmp_path / "drive", resume=True) as second, pytest.raises(ConfigurationError, match="there is none"):
         second.begin()
+
+
+def test_a_budget_stays_what_it_was(tmp_path: Path) -> None:
+    with run(tmp_path / "drive") as first:
+        first.end(first.begin())
+    with (
+        run(tmp_path / "drive", resume=True, budget=0.4) as other,
+        pytest.raises(ConfigurationError, match=r"budget of 0\.2, not 0\.4"),
+    ):
+        other.begin()
+
+
+def test_a_request_that_may_become_longer_goes_on_to_the_same_tokens(tmp_path: Path) -> None:
+    """K was a share of the tokens that the request could have then."""
+    with run(tmp_path / "drive") as first:
+        request = first.begin()
+        first.decode(request, len(PROMPT) + 14)
+    with run(tmp_path / "drive", resume=True) as second:
+        request = second.begin(max_tokens=len(PROMPT) + TOKENS + 15)
+        second.decode(request, len(PROMPT) + TOKENS)
+        assert request.tokens == tokens_without_a_restart()
+        second.end(request)
+
+
+def test_more_tokens_than_the_request_may_have_are_refused(tmp_path: Path) -> None:
+    with run(tmp_path / "drive") as first:
+        request = first.begin()
+        first.decode(request, len(PROMPT) + 20)
+        first.end(request)
+    with (
+        run(tmp_path / "drive", resume=True) as second,
+        pytest.raises(ConfigurationError, match="has 170 tokens already; the request may come to have 160"),
+    ):
+        second.begin(max_tokens=len(PROMPT) + 10)
+
+
+class Unplugged:
+    """Commands of a drive fail from number `left` on, until they are let through again."""
+
+    def __init__(self, device: Any, left: int) -> None:
+        self.left = left
+        submit = device.submit
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Gone("emu:nvme", "submit", "unplugged")
+            return submit(*arguments, **options)
+
+        device.submit = failing
+
+
+@pytest.mark.parametrize("left", [0, 3, 7, 12, 20, 31])
+def test_a_drive_that_is_lost_ends_requests_and_nothing_else(tmp_path: Path, left: int) -> None:
+    """Whatever command fails first: the step ends, and everything can be given back."""
+    with open_platform(SMALL, check_hazards=True, overrides={"devices.nvme.keep": str(tmp_path / "drive")}) as platform:
+        here = Run(platform, "float32", dram_share=0.2, window=0.5)
+        request = here.begin()
+        here.decode(request, len(PROMPT) + 3)
+        drive: Any = platform.memory_owner("emu:nvme")
+        unplugged = Unplugged(drive, left)
+        failed = False
+        for _ in range(20):
+            try:
+                here.engine.loop.run(here.decoder.step([request]))
+            except Gone:
+                failed = True
+                break
+        assert failed
+        assert isinstance(request.failure, Gone)
+        unplugged.left = 1 << 30
+        here.end(request)
+    with run(tmp_path / "drive", dram_share=0.2, resume=True) as second:
+        again = second.begin()
+        second.decode(again, len(PROMPT) + TOKENS)
+        assert again.tokens == tokens_without_a_restart(dram_share=0.2)
+        second.end(again)

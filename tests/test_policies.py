@@ -187,7 +187,7 @@ def test_a_refused_second_request_leaves_the_first_one_served() -> None:
     ("policy", "options", "message"),
     [
         ("topk-blocks", {"budget": 0.0}, "budget is 0; it must be above 0"),
-        ("topk-blocks", {"budget": 1.5}, "budget is 1.5; it must be from 0 to 1"),
+        ("topk-blocks", {"budget": 1.5}, "budget is 1.5; it must be above 0 and at most 1"),
         ("topk-blocks", {"budget": "x"}, "budget is 'x'; it must be a number"),
         ("topk-blocks", {"budget": float("nan")}, "budget is nan"),
         ("topk-blocks", {"recent_blocks": 0}, "recent_blocks is 0; it must be at least 1"),

@@ -181,7 +181,7 @@ def test_the_table_has_a_row_for_every_run(run_cli: Callable[..., tuple[int, str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tune", "all-gpu"), "policy all-gpu has no option 'centroids'"),
+        (("tune", "all-gpu"), "policy all-gpu cannot be tuned: it has no centroids"),
         (("tune", "kvdrive", "--option", "budgett=1"), "did you mean 'budget'"),
         (("tune", "kvdrive", "--model", "llama-9"), "no shape of that name"),
         (("tune", "kvdrive", "--kv-dtype", "int3"), "--kv-dtype 'int3'"),

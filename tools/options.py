@@ -60,6 +60,10 @@ def clock_kind(text: str | None) -> Literal["virtual", "wall"] | None:
     return None if text is None else "virtual" if text == "virtual" else "wall"
 
 
+PATHS = ("keep", "backing", "path")
+"""Keys of platform files that name a file: one that `--set` gives is relative to the working directory."""
+
+
 def assignments(texts: list[str] | None, option: str) -> dict[str, Any]:
     """KEY=VALUE texts as a mapping; values are TOML, and a text that is no TOML value is taken as a string.
 
@@ -74,6 +78,8 @@ def assignments(texts: list[str] | None, option: str) -> dict[str, Any]:
         if key in found:
             raise ConfigurationError(f"{option} {text!r}: {key} is given twice")
         found[key] = _value(value.strip())
+        if option == "--set" and key.rpartition(".")[2] in PATHS and isinstance(found[key], str):
+            found[key] = str(Path(found[key]).absolute())
     return found
 
 

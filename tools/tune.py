@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from tierloop.runtime.tuning import Measured, Trial, Tuned
 
 
+TUNED = ("centroids", "window", "micro_batch", "waves")
+"""Options that are chosen."""
+
+
 def tune(
     policy: Annotated[str, typer.Argument(help="A policy with an index, windows and micro-batches: kvdrive.")],
     platform: options.PlatformName = "kvdrive-l20",
@@ -32,7 +37,7 @@ def tune(
     ] = None,
     window: Annotated[
         list[float] | None,
-        typer.Option("--window", min=0, help="A window to try, in multiples of K; repeatable. [1 to 8]"),
+        typer.Option("--window", min=0, max=1000, help="A window to try, in multiples of K; repeatable. [1 to 8]"),
     ] = None,
     micro_batch: Annotated[
         list[int] | None,
@@ -66,7 +71,10 @@ def tune(
     if kv_dtype not in DTYPES:
         raise ConfigurationError(f"--kv-dtype {kv_dtype!r}: {nearest(kv_dtype, sorted(DTYPES))}")
     given = options.assignments(option, "--option")
-    check_options(find_policy(policy), {**given, "centroids": 0, "window": 0, "micro_batch": 0, "waves": 0})
+    kind = find_policy(policy)
+    check_options(kind, given)
+    if missing := [name for name in TUNED if name not in inspect.signature(kind.__init__).parameters]:
+        raise ConfigurationError(f"policy {policy} cannot be tuned: it has no {', no '.join(missing)}")
     powers = [1 << n for n in range(batch.bit_length())]
     usual = Candidates()
     candidates = Candidates(
@@ -148,7 +156,7 @@ def table(tuned: Tuned, config: dict[str, Any]) -> Table:
         shown.add_column(heading, justify="left" if heading in ("tried", "provenance") else "right")
     for trial in tuned.trials:
         measured = trial.measured
-        cells = [trial.purpose, *(_option(trial, name) for name in ("centroids", "window", "micro_batch", "waves"))]
+        cells = [trial.purpose, *(_option(trial, name) for name in TUNED)]
         if measured.refused is not None:
             shown.add_row(*map(Text, cells), "–", "–", "–", Text(f"refused: {measured.refused}"), style="yellow")
             continue

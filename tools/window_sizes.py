@@ -24,7 +24,7 @@ def window_sizes(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="Where the sizes are written, as JSON.")],
     window: Annotated[
-        float, typer.Option("--window", min=0, help="As much memory as windows of so many times K take.")
+        float, typer.Option("--window", min=0, max=1000, help="As much memory as windows of so many times K take.")
     ] = 2.0,
     k: Annotated[
         int | None, typer.Option("--k", min=1, help="Entries that are chosen in a step. [as the recorded run]")

@@ -53,7 +53,7 @@ from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape
 from tierloop.runtime.entry_cache import EntryCache, Held, Plan, fingerprint, held_by
 from tierloop.runtime.entry_stages import PIPELINES, Counts, EntryStages, Pipeline
-from tierloop.runtime.kept_requests import check, commit, notes_nbytes, resume_request
+from tierloop.runtime.kept_requests import Kept, check, commit, notes_nbytes, resume_request
 from tierloop.runtime.policy import (
     Batch,
     Int64,
@@ -64,10 +64,14 @@ from tierloop.runtime.policy import (
     switched_off,
     whole_numbers,
 )
+from tierloop.runtime.stages import LAST_QUERIES
 from tierloop.runtime.synchronisation import LAYERS_UNDER_WAY, SYNCHRONISATIONS, Synchroniser
 from tierloop.runtime.window_sizes import WindowSizes
 from tierloop.runtime.windows import EVICTIONS, Eviction
 from tierloop.runtime.workspace import Workspace
+
+MOST_ITERATIONS, MOST_TOKENS = 1000, 1 << 24
+"""More rounds of k-means, and more tokens to keep, are taken for a mistake."""
 
 
 class KVDrive(Policy):
@@ -129,12 +133,12 @@ class KVDrive(Policy):
                 "local_tokens": (local_tokens, 1),
                 "update_tokens": (update_tokens, 1),
                 "segment_chunks": (segment_chunks, 1),
-                "iterations": (iterations, 0),
+                "iterations": (iterations, 0, MOST_ITERATIONS),
                 "micro_batch": (micro_batch, 1),
                 "waves": (waves, 1),
                 "predict_from": (predict_from, 0),
-                "warm_up_queries": (warm_up_queries, 0),
-                "keep_tokens": (keep_tokens, 0),
+                "warm_up_queries": (warm_up_queries, 0, LAST_QUERIES),
+                "keep_tokens": (keep_tokens, 0, MOST_TOKENS),
                 "seed": (seed, 0),
             },
         )
@@ -142,7 +146,12 @@ class KVDrive(Policy):
         for option, share in (("pinned_share", pinned_share), ("dram_share", dram_share), ("noise", noise)):
             number(f"kvdrive: {option}", share, 0, 1)
         for option, time in (("lookup_ns", lookup_ns), ("deadline_ms", deadline_ms)):
-            number(f"kvdrive: {option}", time, 0)
+            number(f"kvdrive: {option}", time, 0, 1e6)
+        for option, name in (("persistent", persistent), ("sizes", sizes or "")):
+            if not isinstance(name, str):
+                raise ConfigurationError(f"kvdrive: {option} is {name!r}; it must be a name")
+        if sizes == "":
+            raise ConfigurationError("kvdrive: sizes is empty; it must be the name of a file")
         self._how = Chunking(
             int(chunk_tokens),
             int(sink_tokens),
@@ -220,20 +229,18 @@ class KVDrive(Policy):
     async def admit(self, request: Request) -> None:
         index = ChunkIndex(self.engine, self._how, request.name, request.prompt_tokens, request.max_tokens)
         request.state["index"] = index
-        plan = self._plan(request)
-        wants = self._stages.wants(index.most_clusters)
-        self._work.reserve(wants)
-        request.state["wants"] = wants
-        most, archive = self._entries.count(max(request.max_tokens, plan.keep_tokens)), None
-        notes = notes_nbytes(self._entries, index, most, self._cache.always(index)) if plan.keep_tokens else 0
-        if self._resume and plan.persistent is not None:
-            of = fingerprint(request, self._entries, self._how)
-            archive = await Archive.adopt(self.engine, plan.persistent, request.name, of)
-            try:
-                check(archive, request, self._entries.count(request.max_tokens))
-            except ConfigurationError:
+        archive, kept = await self._kept(request) if self._resume else (None, None)
+        try:
+            plan = self._plan(request, kept)
+            wants = self._stages.wants(index.most_clusters)
+            self._work.reserve(wants)
+            request.state["wants"] = wants
+        except BaseException:
+            if archive is not None:
                 archive.close(keep=True)
-                raise
+            raise
+        most = self._entries.count(max(request.max_tokens, plan.keep_tokens))
+        notes = notes_nbytes(self._entries, index, most, self._cache.always(index)) if plan.keep_tokens else 0
         request.state["held"] = held = self._cache.admit(request, plan, index, notes, archive)
         self._stages.counts[request.name] = Counts()
         if archive is not None:
@@ -241,10 +248,25 @@ class KVDrive(Policy):
             request.tokens[:] = archive.tokens
             await resume_request(self.engine, self._cache, request, held)
 
-    def _plan(self, request: Request) -> Plan:
+    async def _kept(self, request: Request) -> tuple[Archive, Kept]:
+        """What an earlier run has kept of a request. Raises ConfigurationError."""
+        assert self._persistent is not None, "checked when the policy was made"
+        of = fingerprint(request, self._entries, self._how)
+        archive = await Archive.adopt(self.engine, self._persistent, request.name, of)
+        try:
+            return archive, await check(archive, request, self._entries.count(request.max_tokens), self._budget)
+        except BaseException:
+            archive.close(keep=True)
+            raise
+
+    def _plan(self, request: Request, kept: Kept | None) -> Plan:
         shape, entries = self.shape, self._entries
         most = entries.count(request.max_tokens)
-        k = most if self._budget == 1 else min(max(ceil(self._budget * request.max_tokens / entries.tokens), 1), most)
+        k = min(max(ceil(self._budget * request.max_tokens / entries.tokens), 1), most)
+        if self._budget == 1:
+            k = most
+        elif kept is not None:
+            k = kept.k  # what is attended stays what it was, also where the request may become longer than it was to
         each = shape.num_layers, shape.num_kv_heads
         if self._sizes is None:
             windows = np.full(each, min(round(self._window * k), most), dtype=np.int64)
@@ -255,7 +277,17 @@ class KVDrive(Policy):
         keep = max(self._keep_tokens, request.max_tokens) if self._keep_tokens or self._resume else 0
         moving = k * (2 if self._pipeline == "prefetch" else 1)
         return Plan(
-            k, windows, cached, moving, self._persistent, self._packing, self._eviction, self._noise, self._seed, keep
+            k,
+            self._budget,
+            windows,
+            cached,
+            moving,
+            self._persistent,
+            self._packing,
+            self._eviction,
+            self._noise,
+            self._seed,
+            keep,
         )
 
     async def release(self, request: Request) -> None:

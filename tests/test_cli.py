@@ -103,14 +103,16 @@ def test_compare_prints_json_and_nothing_else(run_cli: RunCli, tiny_folder: Path
         "topk-blocks",
         "cluster-topk",
         "hybridgen",
+        "kvdrive",
     }
+    sparse = ("topk-blocks", "cluster-topk", "hybridgen", "kvdrive")
     for policy in found["policies"]:
         assert policy["refused"] is None
         assert policy["max_error"] <= policy["error_bound"]
         assert policy["checked"] > 0
         assert policy["provenance"] == "simulated"
         assert len(policy["tokens"]) == 3
-        assert policy["equal_to_dense"] or policy["policy"] in ("topk-blocks", "cluster-topk", "hybridgen")
+        assert policy["equal_to_dense"] or policy["policy"] in sparse
         assert policy["tokens_per_s"] > 0
         for use in policy["devices"].values():
             assert {"bytes_read", "bytes_written", "busy_ns", "stall_ns", "commands"} <= set(use)

@@ -55,7 +55,7 @@ def demo(
     gpu_alone = [PolicyRequest("all-gpu"), PolicyRequest("all-gpu", platform=RAISED, label="all-gpu, raised memory")]
     asked = Asked(model=model, platform="demo", prompt_tokens=prompt_tokens, seed=seed, tokens=tokens, cache=cache)
     stages = [
-        (asked, [*gpu_alone, *everywhere, PolicyRequest("hybridgen")]),
+        (asked, [*gpu_alone, *everywhere, PolicyRequest("hybridgen"), PolicyRequest("kvdrive", {"dram_share": 0.2})]),
         (replace(asked, platform="demo-wall", tokens=min(wall_tokens, tokens)), everywhere),
         (replace(asked, platform="demo-host", tokens=min(wall_tokens, tokens)), everywhere),
     ]

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
-from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, OutOfMemory, nearest
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import discover
 from tierloop.runtime.blocks import KVShape
@@ -107,6 +107,14 @@ def find_system(name: str) -> type[Policy]:
     )
 
 
+def chosen_mechanisms(kind: type[Policy], names: Sequence[str]) -> tuple[str, ...]:
+    """The mechanisms of these names in the order of the system, all if there are none. Raises ConfigurationError."""
+    for name in names:
+        if name not in kind.mechanisms:
+            raise ConfigurationError(f"{kind.name} has no mechanism {name!r}: {nearest(name, list(kind.mechanisms))}")
+    return tuple(name for name in kind.mechanisms if not names or name in names)
+
+
 def every_combination(mechanisms: Sequence[str]) -> list[tuple[str, ...]]:
     """The 2ⁿ sets of mechanisms that are on: all of them first, none last, in the order of `mechanisms`."""
     return [on for count in range(len(mechanisms), -1, -1) for on in combinations(mechanisms, count)]
@@ -122,8 +130,9 @@ def ablate(
     options: Mapping[str, Any] | None = None,
     kv_dtype: str = "float32",
     progress: Progress | None = None,
+    mechanisms: Sequence[str] = (),
 ) -> Ablation:
-    """Run every combination of a system's mechanisms on every workload.
+    """Run every combination of a system's mechanisms on every workload, or of those that are named: the rest stays on.
 
     `options` are those of the policy, without `without`. Every output is checked by the float64 oracle. Raises
     ConfigurationError before any work for a system without mechanisms or an option that it does not have, and where
@@ -135,9 +144,10 @@ def ablate(
     check_options(kind, {**options, "without": ()})
     if not workloads:
         raise ConfigurationError("no workload was given; at least one is needed")
-    sets = every_combination(kind.mechanisms)
+    mechanisms = chosen_mechanisms(kind, mechanisms)
+    sets = every_combination(mechanisms)
     requests = [
-        PolicyRequest(system, {**options, "without": [m for m in kind.mechanisms if m not in on]}, label=_label(on))
+        PolicyRequest(system, {**options, "without": [m for m in mechanisms if m not in on]}, label=_label(on))
         for on in sets
     ]
     _build_each(kind, requests, open_platform, kv_shape(model, kv_dtype))
@@ -156,9 +166,9 @@ def ablate(
     asked = [(w, c) for w, c in zip(workloads, done, strict=True) if w.answer]
     return Ablation(
         system,
-        kind.mechanisms,
+        mechanisms,
         rows,
-        effects(kind.mechanisms, rows),
+        effects(mechanisms, rows),
         model.name,
         done[0].platform,
         done[0].clock,

@@ -136,6 +136,17 @@ def test_every_combination_has_a_row_and_all_mechanisms_come_first(table: Ablati
     assert len(every_combination("abcd")) == len(set(every_combination("abcd"))) == 16
 
 
+def test_mechanisms_that_are_not_named_stay_on(table: Ablation) -> None:
+    found = ablate(
+        "two-parts", MODEL, prompts(), opened, num_tokens=NUM_TOKENS, options={"recent": 1}, mechanisms=["nearness"]
+    )
+    assert found.mechanisms == ("nearness",)
+    assert [row.enabled for row in found.rows] == [("nearness",), ()]
+    both, selection, *_ = table.rows
+    assert [row.mass_recalls for row in found.rows] == [both.mass_recalls, selection.mass_recalls]
+    assert [row.tokens_per_s for row in found.rows] == [both.tokens_per_s, selection.tokens_per_s]
+
+
 def test_each_mechanism_moves_what_it_is_for_and_nothing_else(table: Ablation) -> None:
     both, selection, nearness, none = table.rows
     for on, off in ((both, selection), (nearness, none)):
@@ -314,6 +325,7 @@ def test_what_failed_or_was_invalid_is_an_exit_code(
         (("--option", "budget=1"), "no option 'budget'"),
         (("--option", "recent"), "KEY=VALUE"),
         (("--platform", "nowhere"), "unknown platform"),
+        (("--mechanism", "nearnes"), "two-parts has no mechanism 'nearnes': did you mean 'nearness'"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

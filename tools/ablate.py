@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `tierloop --help` needs 
 
 
 def ablate(
-    system: Annotated[str, typer.Argument(help="A policy that has mechanisms: hybridgen.", metavar="SYSTEM")],
+    system: Annotated[str, typer.Argument(help="A policy with mechanisms: hybridgen, kvdrive.", metavar="SYSTEM")],
     platform: options.PlatformName = "demo",
     model: options.ModelSource = "smollm2-135m",
     context: Annotated[int, typer.Option("--context", min=1, help="Length of the needle prompts, in tokens.")] = 2048,
@@ -29,6 +30,10 @@ def ablate(
     option: Annotated[
         list[str] | None,
         typer.Option("--option", help="An option of the system: budget=0.1. Repeatable.", metavar="KEY=VALUE"),
+    ] = None,
+    mechanism: Annotated[
+        list[str] | None,
+        typer.Option("--mechanism", help="One to switch; the others stay on. Repeatable. [all of the system]"),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the first prompt; the others have the next ones.")] = 0,
     overrides: options.Overrides = None,
@@ -52,7 +57,7 @@ def ablate(
         cache=cache,
     )
     with results(as_json) as shown:
-        found = _ablate(system, asked, repeats, given)
+        found = _ablate(system, asked, repeats, given, mechanism or ())
         shown.json(found.to_json())
         shown.show(table(found), effects_table(found), *(escaped(line) for line in remarks(found)))
     for failure in found.failures:
@@ -65,14 +70,16 @@ def ablate(
         raise typer.Exit(INVALID)
 
 
-def _ablate(system: str, asked: Asked, repeats: int, given: dict[str, object]) -> Ablation:
-    from tierloop.runtime.ablation import ablate, find_system
+def _ablate(system: str, asked: Asked, repeats: int, given: dict[str, object], mechanisms: Sequence[str]) -> Ablation:
+    from tierloop.runtime.ablation import ablate, chosen_mechanisms, find_system
     from tierloop.runtime.manifest import manifest
     from tierloop.runtime.models import load_model
     from tierloop.runtime.policy import check_options
     from tierloop.runtime.workloads import needle_prompt
 
-    check_options(find_system(system), given)
+    kind = find_system(system)
+    check_options(kind, given)
+    switched = chosen_mechanisms(kind, mechanisms)
     asked.check()
     asked.open().close()  # a wrong platform is known before the model is loaded
     say(f"loading {asked.model}")
@@ -90,12 +97,12 @@ def _ablate(system: str, asked: Asked, repeats: int, given: dict[str, object]) -
     with progress() as told:
         found = ablate(
             system, model, workloads, fresh, num_tokens=asked.tokens, options=given, kv_dtype=asked.kv_dtype,
-            progress=told,
+            progress=told, mechanisms=switched,
         )  # fmt: skip
     config = {
         "system": system, "model": asked.model, "platform": asked.platform, "overrides": asked.overrides,
         "context": asked.prompt_tokens, "depth": asked.depth, "tokens": asked.tokens, "repeats": repeats,
-        "options": given, "kv_dtype": asked.kv_dtype,
+        "options": given, "mechanisms": switched, "kv_dtype": asked.kv_dtype,
     }  # fmt: skip
     return replace(found, manifest=manifest(config, opened[-1] if opened else None, asked.seed))
 

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.runtime.checked_json import load_json
 from tierloop.runtime.selection import Answer, SelectionRecord
 
 Int64 = NDArray[np.int64]
@@ -35,7 +36,6 @@ Int64 = NDArray[np.int64]
 FOLDER = Path(__file__).parent / "localities"
 FORMAT, VERSION = "tierloop-locality", 1
 PARTS = 32
-_LARGEST_FILE = 1 << 24
 
 
 def find_locality(name: str) -> Path:
@@ -102,22 +102,10 @@ class LocalityModel:
     @classmethod
     def load(cls, path: Path) -> LocalityModel:
         """Read and check a file. Raises ConfigurationError."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(_LARGEST_FILE + 1)
-        except OSError as error:
-            raise ConfigurationError(f"{path}: no locality model: {error.strerror or error}") from error
-        try:
-            if len(data) > _LARGEST_FILE:
-                raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes")
-            return _from_json(json.loads(data))
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path}: no locality model: {' '.join(str(error).split())}") from error
+        return load_json(path, "locality model", FORMAT, VERSION, _from_json)
 
 
-def _from_json(table: Any) -> LocalityModel:
-    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
-        raise ValueError(f"it does not say {FORMAT}, version {VERSION}")
+def _from_json(table: dict[str, Any]) -> LocalityModel:
     layers = table.get("layers")
     counts: list[Any] = [table.get(name) for name in ("unit", "longest")]
     for name, value in zip(("unit", "longest"), counts, strict=True):

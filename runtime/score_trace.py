@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
+from tierloop.runtime.checked_json import load_json
 from tierloop.runtime.decisions import Grouping, Question
 from tierloop.runtime.locality_selection import strided_groups
 
@@ -37,7 +38,6 @@ Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 FORMAT, VERSION = "tierloop-score-trace", 1
-_LARGEST_FILE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -82,22 +82,10 @@ class ScoreTraceModel:
     @classmethod
     def load(cls, path: Path) -> ScoreTraceModel:
         """Read and check a file. Raises ConfigurationError."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(_LARGEST_FILE + 1)
-        except OSError as error:
-            raise ConfigurationError(f"{path}: no score trace: {error.strerror or error}") from error
-        try:
-            if len(data) > _LARGEST_FILE:
-                raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes")
-            return _from_json(json.loads(data))
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path}: no score trace: {' '.join(str(error).split())}") from error
+        return load_json(path, "score trace", FORMAT, VERSION, _from_json)
 
 
-def _from_json(table: Any) -> ScoreTraceModel:
-    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
-        raise ValueError(f"it does not say {FORMAT}, version {VERSION}")
+def _from_json(table: dict[str, Any]) -> ScoreTraceModel:
     layers, words = table.get("layers"), table.get("rests_on")
     if not isinstance(words, list) or not all(isinstance(text, str) for text in words):
         raise ValueError("rests_on must be a list of texts")

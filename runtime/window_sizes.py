@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime import knapsack
+from tierloop.runtime.checked_json import load_json
 from tierloop.runtime.windows import EVICTIONS, Eviction, Windows
 
 Int64 = NDArray[np.int64]
@@ -39,7 +40,6 @@ SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 """Multiples of K that are tried: around the 2 to 4 that KVDrive's evaluation has for all heads (systems.md §1.2.10)."""
 Method = Literal["best", "optimum", "greedy", "uniform"]
 METHODS: tuple[Method, ...] = get_args(Method)
-_LARGEST_FILE = 1 << 24
 _MOST = 1 << 12
 """Layers, and heads of a layer, that a file may have."""
 _LARGEST_MULTIPLE = 1 << 20
@@ -100,17 +100,7 @@ class WindowSizes:
     @classmethod
     def load(cls, path: Path) -> WindowSizes:
         """Read and check a file. Raises ConfigurationError."""
-        try:
-            with path.open("rb") as file:
-                data = file.read(_LARGEST_FILE + 1)
-        except OSError as error:
-            raise ConfigurationError(f"{path}: no window sizes: {error.strerror or error}") from error
-        try:
-            if len(data) > _LARGEST_FILE:
-                raise ValueError(f"it is larger than {_LARGEST_FILE:,} bytes")
-            return _from_json(json.loads(data))
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path}: no window sizes: {' '.join(str(error).split())}") from error
+        return load_json(path, "window sizes", FORMAT, VERSION, _from_json)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,9 +218,7 @@ def _misses(windows: Windows, trace: Sequence[Int64], k: int) -> Int64:
     return missed
 
 
-def _from_json(table: Any) -> WindowSizes:
-    if not isinstance(table, dict) or table.get("format") != FORMAT or table.get("version") != VERSION:
-        raise ValueError(f"it does not say {FORMAT}, version {VERSION}")
+def _from_json(table: dict[str, Any]) -> WindowSizes:
     rows, k, made_from = table.get("multiples"), table.get("k"), table.get("made_from")
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("multiples must be a list of lists of numbers, one for each layer")

@@ -188,7 +188,7 @@ def test_files_that_are_not_there_or_too_large_are_refused(tmp_path: Path, monke
     with pytest.raises(ConfigurationError, match="Is a directory"):
         WindowSizes.load(tmp_path)
     saved(tmp_path / "sizes.json")
-    monkeypatch.setattr("tierloop.runtime.window_sizes._LARGEST_FILE", 20)
+    monkeypatch.setattr("tierloop.runtime.checked_json.LARGEST_FILE", 20)
     with pytest.raises(ConfigurationError, match="it is larger than 20 bytes"):
         WindowSizes.load(tmp_path / "sizes.json")
 

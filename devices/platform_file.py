@@ -8,7 +8,7 @@
 
     [devices.gpu]
     driver = "emulated"           # an entry point of the group tierloop.devices
-    reaches.dram = ["pcie"]       # its executors reach the memory of `dram` over these links
+    reaches.dram = ["pcie"]       # its executors reach the memory of `dram` over these links; [] for a real device
     wrap = [{ kind = "throttled", bytes_per_s = 1e9 }]   # wrappers around it, innermost first (docs/wrappers.md)
     profile = "h100-sxm"          # this and all other keys are options of the driver
 
@@ -261,7 +261,8 @@ def _link(name: str, table: Table, devices: Mapping[str, Any]) -> LinkSpec:
 def _device(name: str, table: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any]) -> DeviceEntry:
     driver = table.text("driver")
     reach = table.table("reaches")
-    reaches = {target: _route(name, target, reach, links, devices) for target in reach.values}
+    direct = driver != "emulated"
+    reaches = {target: _route(name, target, reach, links, devices, direct) for target in reach.values}
     wrap = tuple(read_layer(row) for row in table.rows("wrap"))
     options = {key: copy.deepcopy(v) for key, v in table.values.items() if key not in ("driver", "reaches", "wrap")}
     return DeviceEntry(name, driver, options, reaches, wrap)
@@ -305,8 +306,9 @@ def _load(name: str, table: Table, links: dict[str, LinkSpec], devices: Mapping[
 
 
 def _route(
-    name: str, target: str, reach: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any]
+    name: str, target: str, reach: Table, links: dict[str, LinkSpec], devices: Mapping[str, Any], direct: bool
 ) -> tuple[Hop, ...]:
+    """The links from a device to a memory; a real device may reach it `direct`ly, over none that the file has."""
     if target not in devices:
         raise reach.error(target, f"no device {target!r}; {nearest(target, list(devices))}")
     if target == name:
@@ -321,6 +323,6 @@ def _route(
             raise reach.error(target, f"link {link} joins {ends[0]} and {ends[1]}, but the route has come to {at}")
         hops.append((link, "forward" if at == ends[0] else "back"))
         at = ends[1] if at == ends[0] else ends[0]
-    if at != target:
+    if at != target and (hops or not direct):
         raise reach.error(target, f"the route ends at {at}, not at {target}; a link is missing")
     return tuple(hops)

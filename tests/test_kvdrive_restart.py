@@ -212,3 +212,39 @@ def test_a_drive_that_is_lost_ends_requests_and_nothing_else(tmp_path: Path, lef
         second.decode(again, len(PROMPT) + TOKENS)
         assert again.tokens == tokens_without_a_restart(dram_share=0.2)
         second.end(again)
+
+
+REAL = """
+description = "This host's memory and a file as its drive"
+clock = "wall"
+host = "dram"
+[devices.dram]
+driver = "cpu"
+capacity = 67_108_864
+[devices.nvme]
+driver = "nvme"
+path = "medium"
+capacity = 33_554_432
+create = {create}
+reaches.dram = []
+"""
+
+
+@pytest.mark.parametrize("synchronisation", ["naive", "block-sparse", "hierarchical", "balanced"])
+def test_real_devices_give_the_same_tokens_before_and_after_a_restart(tmp_path: Path, synchronisation: str) -> None:
+    options: dict[str, Any] = {"dram_share": 0.1, "window": 0.5, "synchronisation": synchronisation}
+    for create in (True, False):
+        file = tmp_path / "real.toml"
+        file.write_text(REAL.format(create=str(create).lower()))
+        with open_platform(file, check_hazards=True) as platform:
+            here = Run(platform, "float32", **options, resume=not create)
+            request = here.begin()
+            if create:
+                here.decode(request, len(PROMPT) + 14)
+                drive = here.engine.platform.memory_owner("nvme")
+                assert drive.info.provenance == "real"
+                continue  # nothing is released
+            assert len(PROMPT) + 1 < len(request.tokens) < len(PROMPT) + 14
+            here.decode(request, len(PROMPT) + TOKENS)
+            here.end(request)
+            assert request.tokens == tokens_without_a_restart(**options)

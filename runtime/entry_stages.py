@@ -178,7 +178,7 @@ class EntryStages:
             chosen = choice.chosen if request.failure is None else choice.chosen[:, :0]
             attended = self._cache.attended(held, layer, length, chosen)
             rows.append(self._cache.rows(held, layer, i, length, attended))
-            if attended.shape[1] < self._cache.entries.count(length):
+            if not engine.phantom and attended.shape[1] < self._cache.entries.count(length):
                 batch.attended_rows[first + i] = _positions(attended, self._cache.entries.tokens, length)
         roots = _roots(part, self.shape.num_kv_heads, self.shape.split_tokens)
         states = self.space("states", layer, before, engine.state_nbytes(len(roots)))

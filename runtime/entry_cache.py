@@ -65,8 +65,6 @@ class Held:
     plan: Plan
     index: ChunkIndex
     tiers: Tiers
-    most: int
-    """Entries of a layer-head at the end of the request's life."""
     prompt: dict[int, Bytes | None] = field(default_factory=dict)
     """Entries of layers that are being placed: uint8 (heads, entries, nbytes)."""
     after: list[Task[None]] = field(default_factory=list)
@@ -158,7 +156,7 @@ class EntryCache:
             taken.append(gpu)
             tiers = Tiers(gpu, self._windows(plan, most, plan.windows), dram, cache, archive, index.first, work)
             self._synchroniser.grant(tiers, plan.k, shape.num_layers)
-            held = Held(plan, index, tiers, most)
+            held = Held(plan, index, tiers)
         finally:
             if held is None:
                 work.close()

@@ -194,7 +194,7 @@ class EntryStages:
             if self._pipeline == "sequential":
                 await task
             else:
-                held.after.append(task)
+                held.after = [*(t for t in held.after if not t.done), task]
         return [merged]
 
     async def _select(self, layer: int, part: Batch, before: Sequence[Request], ahead: bool = False) -> list[_Choice]:

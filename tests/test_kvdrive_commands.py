@@ -108,6 +108,13 @@ def test_archives_are_listed_found_damaged_and_taken_away(tmp_path: Path, run_cl
     assert json.loads(run_cli(*command)[1])["archives"] == []
 
 
+def test_a_kept_file_that_somebody_has_is_wrong_input(tmp_path: Path, run_cli: RunCli) -> None:
+    with running(tmp_path / "drive"):
+        code, _, error = run_cli("archives", "--platform", SMALL, "--set", f"devices.nvme.keep={tmp_path / 'drive'}")
+    assert code == 2
+    assert "one device at a time" in error
+
+
 def test_an_archive_that_is_not_there_is_not_removed(tmp_path: Path, run_cli: RunCli) -> None:
     code, _, error = run_cli(
         "archives", "--platform", SMALL, "--set", f"devices.nvme.keep={tmp_path / 'drive'}", "--remove", "x"

@@ -26,6 +26,7 @@ import typer
 
 from tierloop import __version__
 from tierloop.devices.errors import (
+    Busy,
     ConfigurationError,
     DeviceError,
     Misaligned,
@@ -143,6 +144,8 @@ def exit_code(error: Exception) -> int | None:
     """The exit code that an expected error stands for; None for a bug."""
     if isinstance(error, (NotPresent, NoPermission, OutOfMemory, Misaligned, OutOfRange, Unsupported)):
         return WRONG_INPUT
+    if isinstance(error, Busy) and error.op == "open":
+        return WRONG_INPUT  # somebody else has what was named
     if isinstance(error, DeviceError):
         return FAILED
     return WRONG_INPUT if isinstance(error, (ConfigurationError, OutputError, *_input_errors())) else None

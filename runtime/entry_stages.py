@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Literal, get_args
 
 import numpy as np
@@ -81,6 +82,7 @@ class EntryStages:
         pipeline: Pipeline,
         micro_batch: int,
         predict_from: int,
+        rank_depth: float,
         lookup_ns: float,
         deadline_ns: int,
     ) -> None:
@@ -95,6 +97,7 @@ class EntryStages:
         self._pipeline = pipeline
         self._micro_batch = micro_batch
         self._predict_from = predict_from
+        self._rank_depth = rank_depth
         self._deadline_ns = deadline_ns
         self._lookup = _Lookup(engine, lookup_ns)
         self._ahead: dict[tuple[int, tuple[str, ...]], Task[None]] = {}
@@ -211,7 +214,8 @@ class EntryStages:
                 choices.append(_Choice(everything, everything))
             return choices
         wanted = [
-            min(n, max(plan.k, int(plan.windows[layer].max(initial=0)))) for n, plan in zip(known, plans, strict=True)
+            min(n, max(plan.k, ceil(self._rank_depth * int(plan.windows[layer].max(initial=0)))))
+            for n, plan in zip(known, plans, strict=True)
         ]
         suffix = " ahead" if ahead else ""
 

@@ -137,6 +137,8 @@ def test_ways_from_the_ssd_do_not_change_a_bit(synchronisation: str, pinned_shar
     [
         {"persistent": "none"},
         {"noise": 0.5},
+        {"rank_depth": 1.0},
+        {"rank_depth": 8.0},
         {"without": ["warm_up"]},
         {"without": ["packing"], "dram_share": 0.0},
         {"lookup_ns": 5000.0},
@@ -206,6 +208,7 @@ def test_new_entries_are_persisted_and_chosen() -> None:
         ({"pipeline": "parallel"}, "pipeline 'parallel'"),
         ({"synchronisation": "all"}, "synchronisation 'all'"),
         ({"window": -1}, "window is -1"),
+        ({"rank_depth": 0.5}, "rank_depth is 0.5; it must be from 1 to 1000"),
         ({"budget": 0}, "budget is 0"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),
         ({"chunk_tokens": 2.5}, "whole number"),

@@ -118,10 +118,11 @@ def _windows_ns(record: SelectionRecord) -> float:
 
     from tierloop.runtime.recorded_trace import recorded_trace
     from tierloop.runtime.windows import Windows
+    from tierloop.tools.window_sizes import recorded_k
 
     trace = recorded_trace(record)
-    layers, heads, deepest = trace[0].shape
-    k = max(deepest // 2, 1)  # windows of 2 · K are ranked as deep as they are
+    layers, heads, _ = trace[0].shape
+    k = recorded_k(record.origin)
     most = 1 + max(int(step.max()) for step in trace)
     best = float("inf")
     for _ in range(3):

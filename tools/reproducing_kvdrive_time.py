@@ -33,7 +33,9 @@ def breakdown(study: Study) -> Check:
     """K5: selection and fetching in a sequential system with little or no reuse."""
     c = CONSTANTS
     runs = {
-        (window, budget, lookup): kvdrive(study, pipeline="sequential", window=window, budget=budget, lookup_ns=lookup)
+        (window, budget, lookup): kvdrive(
+            study, pipeline="sequential", window=window, budget=budget, lookup_ns=lookup, rank_depth=1.0
+        )
         for window in c.sequential_windows
         for budget in (c.budget, c.budget_high)
         for lookup in (c.lookup_ns[0], c.lookup_ns[-1])

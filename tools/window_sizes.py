@@ -50,7 +50,7 @@ def window_sizes(
     layers, heads, _ = trace[0].shape
     if layers != record.origin.shape.num_layers:
         raise ConfigurationError(f"{selection}: {layers} of {record.origin.shape.num_layers} layers were asked about")
-    chosen = k or _k(record.origin)
+    chosen = k or recorded_k(record.origin)
     sizes = tuple(sorted({*SIZES, window}))
     profile = SizeProfile.measured(trace, chosen, sizes)
     uniform = WindowSizes.uniform(layers, heads, window)
@@ -80,7 +80,7 @@ def window_sizes(
         )
 
 
-def _k(origin: Origin) -> int:
+def recorded_k(origin: Origin) -> int:
     """K of a recorded run, by its options. Raises ConfigurationError for a policy that has no budget and chunks."""
     from tierloop.runtime.compare import find_policy
 

@@ -21,6 +21,8 @@ Where the paper is silent, or this deviates:
 - An entry's score is that of its centroid; entries of the cluster that exceeds K are taken in ascending position.
 - K is fixed for a request's life: `budget` of the tokens that it may come to have. Sinks and local tokens come on top.
 - A query group scores a centroid by its largest product.
+- The paper scores every entry of a window. Here the ranking that is read is `rank_depth` times as deep as the largest
+  window of a layer, and eviction goes by last use beyond it: deeper, there is little to gain and more to read.
 - The paper's computation stage has the MLP in it. Here a micro-batch ends before it, unless there are `waves`: running
   it for each micro-batch reads the weights as often.
 - The InfiniGen-style prefetch only prefetches. With InfiniGen what is predicted is what is attended.
@@ -97,6 +99,7 @@ class KVDrive(Policy):
         window: float = 2.0,
         sizes: str | None = None,
         eviction: str = "la",
+        rank_depth: float = 2.0,
         pipeline: str = "disaggregated",
         micro_batch: int = 1,
         waves: int = 1,
@@ -143,6 +146,7 @@ class KVDrive(Policy):
             },
         )
         number("kvdrive: window", window, 0, 1000)
+        number("kvdrive: rank_depth", rank_depth, 1, 1000)
         for option, share in (("pinned_share", pinned_share), ("dram_share", dram_share), ("noise", noise)):
             number(f"kvdrive: {option}", share, 0, 1)
         for option, time in (("lookup_ns", lookup_ns), ("deadline_ms", deadline_ms)):
@@ -197,6 +201,7 @@ class KVDrive(Policy):
             self._pipeline,
             int(micro_batch) if self._pipeline == "disaggregated" else 0,
             int(predict_from),
+            float(rank_depth),
             float(lookup_ns),
             round(deadline_ms * 1e6),
         )

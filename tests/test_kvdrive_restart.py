@@ -223,7 +223,7 @@ driver = "cpu"
 capacity = 67_108_864
 [devices.nvme]
 driver = "nvme"
-path = "medium"
+path = "{path}"
 capacity = 33_554_432
 create = {create}
 reaches.dram = []
@@ -235,7 +235,7 @@ def test_real_devices_give_the_same_tokens_before_and_after_a_restart(tmp_path: 
     options: dict[str, Any] = {"dram_share": 0.1, "window": 0.5, "synchronisation": synchronisation}
     for create in (True, False):
         file = tmp_path / "real.toml"
-        file.write_text(REAL.format(create=str(create).lower()))
+        file.write_text(REAL.format(path=tmp_path / "medium", create=str(create).lower()))
         with open_platform(file, check_hazards=True) as platform:
             here = Run(platform, "float32", **options, resume=not create)
             request = here.begin()

@@ -319,6 +319,15 @@ class Engine:
             table.extend((sequence, head, level, index) for level, index in self._roots[key])
         return np.array(table, dtype=np.int64).reshape(-1, 4)
 
+    def roots_of_all(self, positions: Int64) -> Int64:
+        """For one device that attends everything: of each request and KV head the node above all of its splits.
+
+        `positions` int64 (n, q_len); int64 (n · heads, 4).
+        """
+        splits = (positions[:, -1] // self.shape.split_tokens).tolist()
+        heads = range(self.shape.num_kv_heads)
+        return np.array([(i, h, s.bit_length(), 0) for i, s in enumerate(splits) for h in heads], dtype=np.int64)
+
     def attend(
         self,
         lane: Lane,

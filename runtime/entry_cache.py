@@ -80,6 +80,11 @@ class Held:
     persisting: dict[int, Completion] = field(default_factory=dict)
     """Who reads the staging space of a layer last."""
 
+    def always(self, layer: int, length: int) -> Int64:
+        """Entries that are always on the GPU, of a layer with that many tokens: int64 (n,), ascending."""
+        count = -(-length // self.index.how.chunk_tokens)
+        return np.concatenate((np.arange(min(self.index.first, count)), np.arange(self.index.end(layer), count)))
+
     def written(self, count: int, completion: Completion) -> None:
         """A write of so many entries to the SSD has ended."""
         if completion.error is not None:
@@ -233,13 +238,13 @@ class EntryCache:
         """Put a layer's packed prompt into all tiers: `ranked` (heads, m) indexed entries, the best first."""
         packed, tiers, index, plan = held.prompt.pop(layer), held.tiers, held.index, held.plan
         length = int(request.blocks.length[layer])
-        first, end, count = index.first, index.end(layer), self.entries.count(length)
+        first, end = index.first, index.end(layer)
         writes: list[Completion] = []
         if tiers.archive is not None and end > first:
             order = self._order(held, layer, first, end)
             data = None if packed is None else packed[self._heads[:, None], order]
             writes += tiers.archive.put(layer, order, data)
-        always = np.concatenate((np.arange(min(first, count)), np.arange(end, count)))
+        always = held.always(layer, length)
         entries = np.tile(always, len(self._heads))
         of = np.repeat(self._heads, len(always))
         slots = tiers.gpu.take(len(of))

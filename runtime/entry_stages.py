@@ -183,7 +183,7 @@ class EntryStages:
             rows.append(self._cache.rows(held, layer, i, length, attended))
             if not engine.phantom and attended.shape[1] < self._cache.entries.count(length):
                 batch.attended_rows[first + i] = _positions(attended, self._cache.entries.tokens, length)
-        roots = _roots(part, self.shape.num_kv_heads, self.shape.split_tokens)
+        roots = engine.roots_of_all(part.positions)
         states = self.space("states", layer, before, engine.state_nbytes(len(roots)))
         after = [appended, *arrived]
         done = engine.attend(self._attends, part.queries, join(rows), part.positions, part.scale, roots, states, after)
@@ -376,9 +376,3 @@ def _positions(attended: Int64, tokens: int, length: int) -> list[Int64]:
     """Positions of the entries (heads, n) of each head, below the length."""
     rows = (attended[:, :, None] * tokens + np.arange(tokens)).reshape(len(attended), -1)
     return [mine[mine < length] for mine in rows]
-
-
-def _roots(part: Batch, num_heads: int, split_tokens: int) -> Int64:
-    """One root for each request and head: the node above all of its splits. int64 (n, 4)."""
-    last = (part.positions[:, -1] // split_tokens).tolist()
-    return np.array([(i, h, s.bit_length(), 0) for i, s in enumerate(last) for h in range(num_heads)], dtype=np.int64)

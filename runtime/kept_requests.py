@@ -153,18 +153,14 @@ def _of_prompt(index: ChunkIndex, layer: int) -> int:
 
 def _always(held: Held, layer: int, length: int) -> Int64:
     """Slots of the entries that are always on the GPU, by head, then entry: int64 (n,)."""
-    index, window = held.index, held.tiers.window
-    count = -(-length // index.how.chunk_tokens)
-    entries = np.concatenate((np.arange(min(index.first, count)), np.arange(index.end(layer), count)))
-    return np.asarray(window.slots[layer][:, entries], dtype=np.int64).reshape(-1)
+    return np.asarray(held.tiers.window.slots[layer][:, held.always(layer, length)], dtype=np.int64).reshape(-1)
 
 
 async def _always_there(
     engine: Engine, cache: EntryCache, held: Held, layer: int, length: int, stored: NDArray[np.uint8]
 ) -> None:
     index, gpu, heads = held.index, held.tiers.gpu, engine.shape.num_kv_heads
-    count = cache.entries.count(length)
-    entries = np.concatenate((np.arange(min(index.first, count)), np.arange(index.end(layer), count)))
+    entries = held.always(layer, length)
     if len(stored) != heads * len(entries) * gpu.nbytes:
         raise ConfigurationError(f"{index.request_name}: note of layer {layer} has {len(stored)} bytes")
     slots = gpu.take(heads * len(entries))

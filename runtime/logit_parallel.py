@@ -341,7 +341,7 @@ class TokenConcatenator:
             target, after = logits, [appended, *chosen.arriving]
         computed = engine.launch(self._lane, args, ((batch.queries,), keys), ((target,),), after)
         mark(computed, GPU_LOGITS)
-        roots = self._roots(batch)
+        roots = engine.roots_of_all(batch.positions)
         states = self._work.at("states", layer, engine.state_nbytes(len(roots)))
         combine = Combine(shape.dtype, shape.group, 1, shape.head_dim_v, shape.split_tokens, runs, roots)
         reads = (logits,), values
@@ -399,11 +399,3 @@ class TokenConcatenator:
                 ordered.append(held.runs[mine])
                 operand.append(Segment(segment.region, Spans(segment.spans.array[mine])))
         return np.concatenate(ordered), tuple(operand)
-
-    def _roots(self, batch: Batch) -> Int64:
-        """One root for each list: the node above all of its splits."""
-        heads = self._engine.shape.num_kv_heads
-        splits = (batch.positions[:, -1] // self._engine.shape.split_tokens).tolist()
-        return np.array(
-            [(i, head, last.bit_length(), 0) for i, last in enumerate(splits) for head in range(heads)], dtype=np.int64
-        )

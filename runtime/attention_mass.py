@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.runtime.clusters import Members
+from tierloop.runtime.centroids import Members
 
 Float32 = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

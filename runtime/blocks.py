@@ -200,6 +200,25 @@ class BlockTable:
         self.state[layer, side, head, blocks] = state
         self.version += 1
 
+    def put_all(self, first: int, last: int, pool: Pool) -> None:
+        """Take slots for blocks [first, last) of all layers, sides and heads, a head's as neighbours if it can be."""
+        layers, sides, heads, _ = self.pool.shape
+        assert (self.pool[:, :, :, first:last] < 0).all(), "a block has one place"
+        offsets = pool.take(layers * sides * heads * (last - first))
+        self.offset[:, :, :, first:last] = offsets.reshape(layers, sides, heads, last - first)
+        self.pool[:, :, :, first:last] = self.number(pool)
+        self.state[:, :, :, first:last] = OPEN
+        self.version += 1
+
+    def give_all(self, first: int, last: int) -> None:
+        """Return the slots of blocks [first, last) of all layers, sides and heads, those that have one."""
+        pools = self.pool[:, :, :, first:last]
+        for number in np.unique(pools[pools >= 0]).tolist():
+            self.pools[number].give(self.offset[:, :, :, first:last][pools == number])
+        pools[:] = -1
+        self.state[:, :, :, first:last] = EMPTY
+        self.version += 1
+
     def move(self, layer: int, side: int, heads: Int64, block: int, pool: Pool, offsets: Int64) -> None:
         """Publish the new places of a block of some heads, slots of `pool` at `offsets`, and return the old ones."""
         where = (layer, side, heads, block)
@@ -302,12 +321,8 @@ class BlockTable:
 
     def release(self) -> None:
         """Return every slot to its pool."""
-        for number, pool in enumerate(self.pools):
-            pool.give(self.offset[self.pool == number])
-        self.pool[:] = -1
-        self.state[:] = EMPTY
+        self.give_all(0, self.pool.shape[3])
         self.length[:] = 0
-        self.version += 1
 
     def nbytes_by_memory(self) -> dict[str, int]:
         """Accounted bytes per memory: slots taken × slot size."""

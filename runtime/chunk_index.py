@@ -17,8 +17,7 @@ for each step's ranking and `importance` for that of the prompt's last queries. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,13 +27,12 @@ from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.kernels.contract import Dense, Score, Topk
 from tierloop.devices.regions import Segment
-from tierloop.devices.spans import Spans
 from tierloop.runtime.attention_mass import AttentionMass
 from tierloop.runtime.blocks import K
+from tierloop.runtime.centroids import Centroids, Members
 from tierloop.runtime.chunk_clusters import ChunkClusters, Started
 from tierloop.runtime.chunking import Chunking as Chunking
 from tierloop.runtime.chunking import Cut
-from tierloop.runtime.clusters import Members
 from tierloop.runtime.decisions import Grouping, Question
 from tierloop.runtime.engine import Engine
 
@@ -60,17 +58,6 @@ class _Pending:
     started: Started
 
 
-@dataclass
-class _Layer:
-    """One layer's index: entries up to `end` are in `known` clusters of each KV head; `groups` is how it grew."""
-
-    end: int
-    members: list[Members]
-    known: int = 0
-    groups: list[Group] = field(default_factory=list)
-    pending: _Pending | None = None
-
-
 class ChunkIndex:
     """Mean keys of a request's entries, grouped by k-means: which entries belong to which centroid.
 
@@ -88,29 +75,27 @@ class ChunkIndex:
         """The first indexed entry, after the sinks."""
         self.engine = engine
         self._clusters = ChunkClusters(engine, self.cut, request_name, how.iterations)
-        nbytes = shape.num_layers * shape.num_kv_heads * self.cut.width * shape.head_dim * 4
         try:
-            self._centroids = engine.claim(engine.dense.memory, max(nbytes, 1), f"centroids of {request_name}")
+            self._held = Centroids(engine, self.cut.width, self.first, f"centroids of {request_name}")
         except BaseException:
             self._clusters.close()
             raise
-        nobody = Members()
-        self._layers = [_Layer(self.first, [nobody] * shape.num_kv_heads) for _ in range(shape.num_layers)]
-        self._same: tuple[Members, Int64, int, int, Members] | None = None
+        self._groups: list[list[Group]] = [[] for _ in range(shape.num_layers)]
+        self._pending: list[_Pending | None] = [None] * shape.num_layers
 
     # -- what is indexed ----------------------------------------------------------------------------------------------
 
     def end(self, layer: int) -> int:
         """The entry after the last indexed one; positions from there on are local."""
-        return self._layers[layer].end
+        return self._held.end(layer)
 
     def known(self, layer: int) -> int:
         """Clusters of each KV head."""
-        return self._layers[layer].known
+        return self._held.known(layer)
 
     def members(self, layer: int) -> list[Members]:
         """The entries of the clusters, for each KV head: `positions` are numbers of entries."""
-        return self._layers[layer].members
+        return self._held.members(layer)
 
     @property
     def placing_nbytes(self) -> int:
@@ -124,22 +109,19 @@ class ChunkIndex:
 
     def groups(self, layer: int) -> list[Group]:
         """How the layer's index has grown, in order."""
-        return self._layers[layer].groups
+        return self._groups[layer]
 
     def centroids(self, layer: int, first: int = 0, count: int | None = None) -> Segment:
         """Centroids [first, first + count) of a layer (default: all), float32, one span for each KV head."""
-        row, heads = self.engine.shape.head_dim * 4, self.engine.shape.num_kv_heads
-        count = self._layers[layer].known - first if count is None else count
-        offsets = ((layer * heads + np.arange(heads, dtype=np.int64)) * self.cut.width + first) * row
-        return Segment(self._centroids, Spans.equal(offsets, count * row))
+        return self._held.segment(layer, first, count)
 
     def order(self, layer: int, first: int, last: int) -> Int64:
         """Indexed entries [first, last) of each KV head, cluster by cluster: int64 (heads, last − first)."""
-        held = self._layers[layer]
-        if not self.first <= first <= last <= held.end:
-            raise ValueError(f"entries [{first}, {last}) of layer {layer}: indexed are [{self.first}, {held.end})")
-        found = np.empty((len(held.members), last - first), dtype=np.int64)
-        for head, members in enumerate(held.members):
+        end, of_heads = self.end(layer), self.members(layer)
+        if not self.first <= first <= last <= end:
+            raise ValueError(f"entries [{first}, {last}) of layer {layer}: indexed are [{self.first}, {end})")
+        found = np.empty((len(of_heads), last - first), dtype=np.int64)
+        for head, members in enumerate(of_heads):
             mine = members.positions
             found[head] = mine[(mine >= first) & (mine < last)]
         return found
@@ -151,17 +133,17 @@ class ChunkIndex:
 
         Whole entries with `local_tokens` behind them, one update at a time; `end` where less than one is due.
         """
-        held = self._layers[layer]
-        full = self.cut.last(length) - held.end >= self.cut.update
-        return held.end + self.cut.update if full and held.pending is None else held.end
+        end = self.end(layer)
+        full = self.cut.last(length) - end >= self.cut.update
+        return end + self.cut.update if full and self._pending[layer] is None else end
 
     async def build(self, layer: int, keys: Float32 | None, after: Sequence[Completion] = ()) -> None:
         """Index the prompt's entries: keys as stored, float32 (heads, tokens, head_dim), codes as codes.
 
         None in a phantom run. Raises TierTooSmall where there is no room for the prompt's chunk means.
         """
-        shape, held = self.engine.shape, self._layers[layer]
-        assert not held.groups, "a layer is built once, and first"
+        shape = self.engine.shape
+        assert not self._groups[layer], "a layer is built once, and first"
         needed = shape.num_kv_heads, self.prompt_tokens, shape.head_dim
         if keys is not None and keys.shape != needed:
             raise ValueError(f"keys of {self.request_name} have shape {keys.shape}; needed is {needed}")
@@ -169,7 +151,7 @@ class ChunkIndex:
         if self.cut.chunks:
             centroids = self.centroids(layer, 0, group.clusters)
             started = self._clusters.of_prompt(self.first, self.cut.chunks, keys, centroids, after)
-            held.pending = _Pending(group, self.prompt_tokens, started)
+            self._pending[layer] = _Pending(group, self.prompt_tokens, started)
             await self.settle(layer)
 
     def extend(self, layer: int, last: int, keys: Operand, after: Sequence[Completion]) -> None:
@@ -177,29 +159,29 @@ class ChunkIndex:
 
         At most one update. Raises ValueError for entries or keys that are not the next ones.
         """
-        held = self._layers[layer]
-        chunks = last - held.end
-        if held.pending is not None or not 0 < chunks <= self.cut.update:
+        end, known, pending = self.end(layer), self.known(layer), self._pending[layer]
+        chunks = last - end
+        if pending is not None or not 0 < chunks <= self.cut.update:
             raise ValueError(
-                f"{self.request_name}: entries up to {last} of layer {layer} cannot be indexed: {held.end} are, and "
-                f"{'some are under way' if held.pending else f'at most {self.cut.update} at a time'}"
+                f"{self.request_name}: entries up to {last} of layer {layer} cannot be indexed: {end} are, and "
+                f"{'some are under way' if pending else f'at most {self.cut.update} at a time'}"
             )
         group = Group(last, self.cut.clusters(chunks))
-        if held.known + group.clusters > self.cut.width:
+        if known + group.clusters > self.cut.width:
             raise ValueError(f"{self.request_name}: there is room for {self.cut.width} clusters of layer {layer}")
-        centroids = self.centroids(layer, held.known, group.clusters)
-        started = self._clusters.of_update(layer, held.end, chunks, keys, centroids, after)
-        held.pending = _Pending(group, last * self.how.chunk_tokens + self.how.local_tokens, started)
+        centroids = self.centroids(layer, known, group.clusters)
+        started = self._clusters.of_update(layer, end, chunks, keys, centroids, after)
+        self._pending[layer] = _Pending(group, last * self.how.chunk_tokens + self.how.local_tokens, started)
 
     async def settle(self, layer: int) -> tuple[int, int]:
         """Wait for what `extend` has started; the entries [first, last) that are indexed by it."""
-        held = self._layers[layer]
-        pending, held.pending = held.pending, None
+        pending, self._pending[layer] = self._pending[layer], None
+        first, name = self.end(layer), self.request_name
         if pending is None:
-            return held.end, held.end
-        first, (last, clusters), name = held.end, pending.group, self.request_name
+            return first, first
+        last, clusters = pending.group
         grouping = Grouping(
-            f"clusters {name}", layer, name, pending.step, len(held.members), last - first, clusters
+            f"clusters {name}", layer, name, pending.step, self.engine.shape.num_kv_heads, last - first, clusters
         )  # fmt: skip
         try:
             labels = await self.engine.group(pending.started.labels, grouping, [pending.started.done])
@@ -210,34 +192,22 @@ class ChunkIndex:
 
     def add(self, layer: int, group: Group, labels: Int64) -> None:
         """The next entries of a layer are in these clusters: labels (heads, entries) of each head from 0."""
-        held, last = self._layers[layer], group.last
-        held.members = [self._grown(m, labels[h], held.end, group.clusters) for h, m in enumerate(held.members)]
-        held.end, held.known = last, held.known + group.clusters
-        held.groups.append(group)
+        self._held.add(layer, labels, group.clusters, group.last)
+        self._groups[layer].append(group)
 
     async def close(self) -> None:
         """Wait for what is under way and give the memory back."""
         try:
-            for held in self._layers:
-                if held.pending is not None:
-                    pending, held.pending = held.pending, None
+            for layer, pending in enumerate(self._pending):
+                self._pending[layer] = None
+                if pending is not None:
                     try:
                         await pending.started.done
                     finally:
                         self._clusters.drop(pending.started.scratch)
         finally:
             self._clusters.close()
-            self.engine.drop(self._centroids)
-
-    def _grown(self, members: Members, labels: Int64, first: int, count: int) -> Members:
-        """Members with `count` more clusters. Lists that are the same (in phantom runs) are one object."""
-        same = self._same
-        if same is not None and same[0] is members and same[2:4] == (first, count) and np.array_equal(same[1], labels):
-            return same[4]
-        grown = copy(members)
-        grown.add(labels, first, count)
-        self._same = members, labels.copy(), first, count, grown
-        return grown
+            self._held.close()
 
 
 async def rank(

@@ -88,6 +88,8 @@ class Engine:
         self._movers: dict[tuple[str, str], Lane | None] = {}
         self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
         self._pools: list[Pool] = []
+        self._claims: list[Region] = []
+        self._limits: dict[str, int] = {}
         self._relays: dict[tuple[str, int, str, int], _Relay] = {}
 
     # -- memories -------------------------------------------------------------------------------------------------
@@ -108,13 +110,33 @@ class Engine:
         """The memory that host buffers live in: the platform's `host`, else the first of kind cpu."""
         return self.platform.host or self.memory("cpu")
 
+    def limit(self, memory: str, nbytes: int) -> None:
+        """Let pools and claims on a memory take no more than so many bytes together; the rest is others'."""
+        self._limits[memory] = nbytes
+
+    def room(self, memory: str) -> int:
+        """Bytes that pools and claims may still take of a memory, as far as the engine knows who else has some."""
+        pools = sum(pool.region.nbytes for pool in self._pools if pool.memory == memory)
+        if memory in self._limits:
+            return self._limits[memory] - pools - sum(r.nbytes for r in self._claims if r.memory == memory)
+        info = self.platform.memory_owner(memory).info.memory(memory)
+        assert info is not None, "memories are asked for by name"
+        return info.capacity - pools - sum(r.nbytes for r in self._regions if r.memory == memory)
+
     def pool(self, memory: str, num_slots: int, slot_nbytes: int = 0) -> Pool:
         """Cut `num_slots` slots (default: of a block's size) out of a memory. Raises TierTooSmall."""
-        pool = Pool(
-            self.platform.memory_owner(memory), memory, num_slots, slot_nbytes or self.shape.block_nbytes, self.phantom
-        )
+        slot_nbytes = slot_nbytes or self.shape.block_nbytes
+        self._check_limit(memory, num_slots * slot_nbytes, f"{num_slots} blocks of {slot_nbytes} bytes")
+        pool = Pool(self.platform.memory_owner(memory), memory, num_slots, slot_nbytes, self.phantom)
         self._pools.append(pool)
         return pool
+
+    def _check_limit(self, memory: str, nbytes: int, what: str) -> None:
+        if memory in self._limits and nbytes > self.room(memory):
+            raise TierTooSmall(
+                f"{memory} is too small: {nbytes:,} bytes are needed there for {what}, "
+                f"{max(self.room(memory), 0):,} of {self._limits[memory]:,} are left"
+            )
 
     def drop_pool(self, pool: Pool) -> None:
         """Give a pool back before the engine closes."""
@@ -132,13 +154,16 @@ class Engine:
 
     def claim(self, memory: str, nbytes: int, what: str) -> Region:
         """Like `scratch`. Raises TierTooSmall that says what was to come there."""
+        self._check_limit(memory, nbytes, what)
         try:
-            return self.scratch(memory, nbytes)
+            region = self.scratch(memory, nbytes)
         except OutOfMemory as error:
             why = error.detail.partition(": ")[2] or error.detail
             raise TierTooSmall(
                 f"{memory} is too small: {nbytes:,} bytes are needed there for {what} ({why})"
             ) from error
+        self._claims.append(region)
+        return region
 
     def table(self, max_tokens: int) -> BlockTable:
         """A block table for one request, with room for the scales of its keys where they are codes.
@@ -155,6 +180,8 @@ class Engine:
     def drop(self, region: Region) -> None:
         """Give scratch back before the engine closes."""
         self._regions.remove(region)
+        if region in self._claims:
+            self._claims.remove(region)
         self.platform.free(region)
 
     def close(self) -> None:
@@ -167,6 +194,7 @@ class Engine:
             self.platform.free(region)
         self._pools.clear()
         self._regions.clear()
+        self._claims.clear()
 
     # -- roles ----------------------------------------------------------------------------------------------------
 

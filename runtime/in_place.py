@@ -79,8 +79,8 @@ class InPlaceAttention:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lanes: dict[str, Lane | None] = {}
-        self._scratch: dict[tuple[str, int], Region] = {}
-        self._plans: dict[int, tuple[object, list[_Share]]] = {}
+        self._scratch: dict[tuple[str, int, int], Region] = {}
+        self._plans: dict[tuple[int, int], tuple[object, list[_Share]]] = {}
         self._fars: dict[tuple[str, int], tuple[object, _Far | None]] = {}
         self._staged: dict[tuple[str, int], tuple[_Far, list[Completion]]] = {}
         self._readers: dict[tuple[str, int], list[Completion]] = {}
@@ -147,7 +147,8 @@ class InPlaceAttention:
             self.stage(request, layer, blocks[i] if blocks is not None else None)
         shares = self._plan(layer, batch, blocks, picked)
         roots = shares[0].roots if len(shares) == 1 else np.concatenate([s.roots for s in shares])
-        at_home = self._region(engine.dense.memory, layer, engine.state_nbytes(len(roots), batch.q_len), "all states")
+        slot = layer, batch.part
+        at_home = self._region(engine.dense.memory, slot, engine.state_nbytes(len(roots), batch.q_len), "all states")
         first_new = (batch.positions[:, 0] // shape.block_tokens).tolist()
         queries: dict[str, tuple[Segment, list[Completion]]] = {}
         ended: list[Completion] = []
@@ -169,7 +170,7 @@ class InPlaceAttention:
                 if copies:
                     staged.append(batch.requests[i].name)
             here = lane.device is engine.dense.device
-            states = home if here else self._region(lane.memory, layer, nbytes, "states").at(0, nbytes)
+            states = home if here else self._region(lane.memory, slot, nbytes, "states").at(0, nbytes)
             done = engine.attend(lane, query, join(parts), batch.positions, batch.scale, share.roots, states, after)
             for name in staged:
                 self._readers[name, layer % 2] = [done]
@@ -185,8 +186,9 @@ class InPlaceAttention:
     ) -> list[_Share]:
         """Divide the blocks over lanes; where all are attended, the plan is kept until a block moves or comes."""
         key = tuple((r.blocks, r.blocks.version, r.blocks.num_blocks(layer)) for r in batch.requests)
-        if chosen is None and layer in self._plans and self._plans[layer][0] == key:
-            return self._plans[layer][1]
+        slot = layer, batch.part
+        if chosen is None and slot in self._plans and self._plans[slot][0] == key:
+            return self._plans[slot][1]
         shares: dict[str, _Share] = {}
         for i, request in enumerate(batch.requests):
             heads, blocks = chosen[i] if chosen is not None else request.blocks.all_blocks(layer)
@@ -207,7 +209,7 @@ class InPlaceAttention:
                         others[where] = np.sort(np.concatenate((others[where], ids))) if where in others else ids
             share.roots = self._engine.roots(held, others)
         if chosen is None:
-            self._plans[layer] = (key, planned)
+            self._plans[slot] = (key, planned)
         return planned
 
     def _of_blocks(self, request: Request, picked: ChosenRows, chosen: Chosen) -> ChosenRows:
@@ -328,12 +330,12 @@ class InPlaceAttention:
         if lane.device is self._engine.dense.device:
             return batch.queries, [batch.ready]
         nbytes = batch.queries.spans.nbytes
-        there = self._region(lane.memory, layer, nbytes, "queries").at(0, nbytes)
+        there = self._region(lane.memory, (layer, batch.part), nbytes, "queries").at(0, nbytes)
         return there, [self._engine.copy(batch.queries, there, [batch.ready])]
 
-    def _region(self, memory: str, layer: int, nbytes: int, use: str) -> Region:
-        """Scratch for one use, memory and layer; grows by powers of two, between steps only."""
-        key = (f"{use} {memory}", layer)
+    def _region(self, memory: str, slot: tuple[int, int], nbytes: int, use: str) -> Region:
+        """Scratch for one use, memory, and layer and part; grows by powers of two, between steps only."""
+        key = (f"{use} {memory}", *slot)
         region = self._scratch.get(key)
         if region is None or region.nbytes < nbytes:
             if region is not None:

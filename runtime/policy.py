@@ -5,10 +5,15 @@ A policy is a class with coroutines that the decoder calls in this order, all on
 1. `admit(request)`: take space for the whole request, or raise TierTooSmall; nothing is kept of a refused request.
 2. for each layer `place(request, layer, keys, values)`: put the prompt's rows where they belong, then
    `prefilled(request, layer, queries)` with the prompt's last queries (for policies that rank rows by them).
-3. each step, for each layer: `layer_input(layer, batch)` when the layer's input is known, early enough to work one
-   layer ahead; then `attend(layer, batch)`, which stores the batch's new rows, attends, leaves the output in
+3. each step `step_begins(requests)`, between two steps: what must not change within one changes here. Then, for each
+   layer and each part of the step: `layer_input(layer, batch)` when the layer's input is known, early enough to work
+   one layer ahead; then `attend(layer, batch)`, which stores the batch's new rows, attends, leaves the output in
    `batch.output` and returns the completions that the layer's second half has to come after.
 4. `observe(completion)` for every command of the platform as it ends; `release(request)` when it is over.
+
+A policy that `serves` (runtime/serving.py) is given requests without a prompt that is placed: `admit`, then `grow`
+before each step in which a request gets longer, its prompt among it, in steps of several tokens; `prompt_is_stored`
+when the last of them is over. One that takes space as requests grow may be told to `swap_out` and `swap_in`.
 
 State belongs to a request, in `request.state`, and goes with it. The numbers depend on the selected rows only: never on
 placement, schedule or the order in which devices finish.
@@ -31,7 +36,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, nearest
+from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, Unsupported, nearest
 from tierloop.devices.kernels.contract import CODE_RANGE, Append, Codes, Quantize
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
@@ -120,7 +125,9 @@ class Batch:
     predict: Callable[[int, Segment], Prediction] | None = None
     """A layer's queries, predicted from this layer's input where the modules run, into a segment there."""
     before: Sequence[Request] = ()
-    """Requests of the same step that go through the layers beside these (`Policy.waves`), and come before them."""
+    """Requests of the same step that go through the layers beside these (waves and parts), and come before them."""
+    part: int = 0
+    """Which of the batches of the step this is: what is kept for a layer until its commands end is kept for each."""
 
     @property
     def q_len(self) -> int:
@@ -139,6 +146,9 @@ class Policy:
     exact: ClassVar[bool] = True
     mechanisms: ClassVar[tuple[str, ...]] = ()
     """What can be switched off by itself: names for the option `without`, where a policy has it."""
+
+    serves: ClassVar[bool] = False
+    """Whether prompts can come as steps of several tokens, and `admit` does without `place` and `prefilled`."""
 
     waves: int = 1
     """Into how many parts the requests of a step are divided, each of which goes through the layers on its own.
@@ -184,6 +194,38 @@ class Policy:
 
     async def prefilled(self, request: Request, layer: int, queries: NDArray[np.float32]) -> None:
         """The prompt's last queries of one layer: float32 (n, q heads, head_dim)."""
+
+    def grow(self, request: Request, num_tokens: int) -> None:
+        """Take what the request needs to hold `num_tokens`, where `admit` has not. Raises TierTooSmall."""
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether the next chunk of the request's prompt may come; where not, rows are still on their way elsewhere."""
+        return True
+
+    async def something_moved(self) -> None:
+        """Returns when some of what `is_ready` waits for is over."""
+
+    def frees(self, request: Request) -> bool:
+        """Whether taking the request's space away would give others room to grow."""
+        return True
+
+    def free_nbytes(self) -> dict[str, int]:
+        """Bytes by memory that requests could still take, where the policy knows."""
+        return {}
+
+    async def prompt_is_stored(self, request: Request) -> None:
+        """The prompt went through the model in steps; returns when its rows are where they belong."""
+
+    async def swap_out(self, request: Request) -> None:
+        """Move the request out of the way, to the host's memory. Raises TierTooSmall, Unsupported."""
+        raise Unsupported(self.name, "swap", "the policy takes all space at admission, and nobody is preempted")
+
+    async def swap_in(self, request: Request) -> None:
+        """Bring a request back that was moved out of the way. Raises TierTooSmall, and it stays where it is."""
+        raise Unsupported(self.name, "swap", "the policy swaps nobody out")
+
+    async def step_begins(self, requests: Sequence[Request]) -> None:
+        """A step of these requests is about to begin, and none is under way."""
 
     async def layer_input(self, layer: int, batch: Batch) -> None:
         """A layer's input is known; work for this layer or the next may start."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
+from tierloop.runtime.centroids import Members
 from tierloop.runtime.chunk_index import expand
-from tierloop.runtime.clusters import Members
 from tierloop.runtime.selection import SelectionRecord
 
 Int64 = NDArray[np.int64]

@@ -28,10 +28,10 @@ from tierloop.devices.kernels.contract import DType
 from tierloop.devices.regions import Segment
 from tierloop.runtime.attention_mass import AttentionMass
 from tierloop.runtime.blocks import KVShape, TierTooSmall
+from tierloop.runtime.centroids import Members
 from tierloop.runtime.chunk_clusters import means_of
 from tierloop.runtime.chunk_index import ChunkIndex, expand, importance
 from tierloop.runtime.chunking import Chunking, Cut
-from tierloop.runtime.clusters import Members
 
 DTYPES = ["float32", "bfloat16", "int8", "fp8_e4m3"]
 Float64 = NDArray[np.float64]

@@ -20,7 +20,7 @@ from tierloop.devices.kernels.contract import Attend, Cluster
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.blocks import TierTooSmall
-from tierloop.runtime.clusters import Members
+from tierloop.runtime.centroids import Members
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import ChosenRows
 from tierloop.runtime.policies.clusters import ClusterTopk

@@ -15,6 +15,7 @@ class AllGpu(InPlace):
     """Every row on the GPU, every row attended there."""
 
     name: ClassVar[str] = "all-gpu"
+    serves: ClassVar[bool] = True
 
     def __init__(self, engine: Engine) -> None:
         gpu = engine.memory("gpu")

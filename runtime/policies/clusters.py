@@ -37,6 +37,7 @@ class ClusterTopk(SplitAll):
 
     name: ClassVar[str] = "cluster-topk"
     exact: ClassVar[bool] = False
+    serves: ClassVar[bool] = False
 
     def __init__(
         self,

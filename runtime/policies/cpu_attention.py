@@ -15,6 +15,7 @@ class CpuAttention(InPlace):
     """Every row in host memory, every row attended by the cores."""
 
     name: ClassVar[str] = "cpu-attention"
+    serves: ClassVar[bool] = True
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, {engine.host: 1.0}, engine.host)

@@ -1,0 +1,151 @@
+"""Paged KV blocks where the modules run: taken as requests grow, swapped to the host's memory and back.
+
+vLLM's block manager, as far as memory is concerned: one pool that all requests share, a block of every layer, side and
+head at a time, no place for tokens that are not there yet. Who preempts whom when the pool is empty is for the serving
+loop to say (runtime/serving.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierloop.devices.completion import Completion
+from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.regions import Region, Segment
+from tierloop.devices.spans import Spans
+from tierloop.runtime.blocks import Int64, TierTooSmall
+from tierloop.runtime.engine import Engine
+from tierloop.runtime.policy import Request
+
+
+@dataclass
+class _Swapped:
+    """A request's blocks in the host's memory: which they are, in the order of their slots."""
+
+    region: Region
+    blocks: Int64
+    lengths: Int64
+
+
+class PagedBlocks:
+    """One pool of blocks; `watermark` (0 to 1) of it is kept back when requests are admitted.
+
+    The pool has all the room that the memory has (`Engine.room`), or `num_bytes` of it. Raises ConfigurationError where
+    not even one block fits.
+    """
+
+    def __init__(self, engine: Engine, watermark: float = 0.01, num_bytes: int = 0) -> None:
+        self.engine = engine
+        shape = engine.shape
+        self.memory = engine.dense.memory
+        self.per_block = shape.num_layers * 2 * shape.num_kv_heads
+        """Slots of one block of all layers, sides and heads."""
+        info = engine.platform.memory_owner(self.memory).info.memory(self.memory)
+        grid = info.alignment if info else 1
+        slot = -(-shape.block_nbytes // grid) * grid
+        room = min(num_bytes, engine.room(self.memory)) if num_bytes else engine.room(self.memory)
+        blocks = max(room, 0) // (slot * self.per_block)
+        if blocks < 1:
+            raise ConfigurationError(
+                f"{self.memory} has {max(room, 0):,} bytes for the KV cache; "
+                f"a block of {shape.block_tokens} tokens has {slot * self.per_block:,}"
+            )
+        self.pool = engine.pool(self.memory, blocks * self.per_block)
+        self._kept_back = int(watermark * blocks) * self.per_block
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has."""
+        return self.pool.num_slots - self.pool.taken
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the pool holds."""
+        return self.pool.num_slots // self.per_block * self.engine.shape.block_tokens
+
+    def slots(self, num_tokens: int) -> int:
+        """Slots of so many tokens, all layers, sides and heads."""
+        return self.engine.shape.num_blocks(num_tokens) * self.per_block
+
+    def admit(self, request: Request, num_tokens: int) -> None:
+        """Raise TierTooSmall unless `num_tokens` would fit and leave what is kept back; nothing is taken yet."""
+        needed = self.slots(num_tokens)
+        if needed > self.free - self._kept_back:
+            raise TierTooSmall(
+                f"{self.memory} is full: {num_tokens} tokens of {request.name} need {needed // self.per_block} blocks, "
+                f"{self.free // self.per_block} of {self.pool.num_slots // self.per_block} are free and "
+                f"{self._kept_back // self.per_block} are kept back"
+            )
+
+    def grow(self, request: Request, num_tokens: int) -> None:
+        """Give the request blocks up to `num_tokens`. Raises TierTooSmall, taking nothing."""
+        table = request.blocks
+        have, need = self.held(request), self.engine.shape.num_blocks(num_tokens)
+        if need > have:
+            table.put_all(have, need, self.pool)
+            request.state["held blocks"] = need
+
+    def held(self, request: Request) -> int:
+        """The block after the last one that the request has been given."""
+        held: int = request.state.get("held blocks", 0)
+        return held
+
+    def give(self, request: Request, first: int, last: int) -> None:
+        """Return blocks [first, last): their rows are elsewhere."""
+        request.blocks.give_all(first, last)
+
+    async def swap_out(self, request: Request) -> None:
+        """Copy the request's blocks to the host's memory and return them. Raises TierTooSmall, moving nothing."""
+        table, host = request.blocks, self.engine.host
+        where = np.flatnonzero(table.pool.reshape(-1) >= 0)
+        nbytes = len(where) * self.pool.slot_nbytes
+        region = self.engine.claim(host, max(nbytes, 1), f"blocks of {request.name}, swapped out")
+        try:
+            for done in self._copies(table.offset.reshape(-1)[where], region, out=True):
+                await done
+        except BaseException:
+            self.engine.drop(region)
+            raise
+        request.state["swapped"] = _Swapped(region, where, table.length.copy())
+        table.give_all(0, table.pool.shape[3])
+        table.length[:] = 0
+
+    async def swap_in(self, request: Request) -> None:
+        """Bring the blocks back. Raises TierTooSmall, and they stay where they are."""
+        table, swapped = request.blocks, request.state["swapped"]
+        if len(swapped.blocks) > self.free - self._kept_back:
+            raise TierTooSmall(f"{self.memory} is full: {len(swapped.blocks)} blocks of {request.name} do not fit yet")
+        offsets = self.pool.take(len(swapped.blocks))
+        table.offset.reshape(-1)[swapped.blocks] = offsets
+        table.pool.reshape(-1)[swapped.blocks] = table.number(self.pool)
+        table.state.reshape(-1)[swapped.blocks] = 1
+        table.length[:] = swapped.lengths
+        table.version += 1
+        for layer in range(len(table.length)):
+            table.seal(layer)
+        for done in self._copies(offsets, swapped.region, out=False):
+            await done
+        self.engine.drop(swapped.region)
+        del request.state["swapped"]
+
+    def release(self, request: Request) -> None:
+        """Forget what the request had in the host's memory; its blocks go with its table."""
+        swapped = request.state.pop("swapped", None)
+        if swapped is not None:
+            self.engine.drop(swapped.region)
+
+    def _copies(self, offsets: Int64, region: Region, out: bool) -> list[Completion]:
+        """Copy slots at `offsets` to the region, one after the other, or back: `_SLOTS` of them at a time."""
+        done, size = [], self.pool.slot_nbytes
+        for first in range(0, len(offsets), _SLOTS):
+            mine = offsets[first : first + _SLOTS]
+            here = Segment(self.pool.region, Spans.equal(mine, size))
+            there = region.at(first * size, len(mine) * size)
+            done.append(self.engine.copy(here, there) if out else self.engine.copy(there, here))
+        return done
+
+
+_SLOTS = 1 << 14
+"""Slots in one command of a swap."""

@@ -59,6 +59,8 @@ class Request:
     table: BlockTable | None = None
     model: str = ""
     """Fingerprint of the model's weights, where somebody knows it: what is kept of the request is of this model."""
+    migrations: int = 0
+    """How often its rows have moved to another device for good, while it was served."""
     failure: DeviceError | None = None
     """What ended this request alone, in the middle of a step; its tokens are those from before."""
 

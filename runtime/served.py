@@ -151,6 +151,8 @@ class ServingResult:
     guesses: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()
     refused: str | None = None
+    wall_s: float = 0.0
+    """Seconds that the run took on the host's clock, whatever the platform's says."""
 
     def of(self, kind: str) -> ServingResult:
         """The same run, with the requests of one kind only; steps, samples and use of devices stay those of all."""
@@ -250,6 +252,7 @@ class ServingResult:
             "dilation": self.dilation,
             "steps": self.steps,
             "elapsed_ns": self.elapsed_ns,
+            "wall_s": self.wall_s,
             "waiting": self.waiting,
             "running": self.running,
             "least_free_nbytes": self.least_free_nbytes,

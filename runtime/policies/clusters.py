@@ -37,7 +37,6 @@ class ClusterTopk(SplitAll):
 
     name: ClassVar[str] = "cluster-topk"
     exact: ClassVar[bool] = False
-    serves: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ class SplitAll(InPlace):
     """Rows on every memory of the platform; `shares` maps memory names to weights (default: by kind of device)."""
 
     name: ClassVar[str] = "split-all"
-    serves: ClassVar[bool] = True
 
     def __init__(self, engine: Engine, shares: Mapping[str, float] | None = None) -> None:
         if shares is None:

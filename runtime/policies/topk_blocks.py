@@ -33,7 +33,6 @@ class TopkBlocks(SplitAll):
     """Attends `budget` (0 to 1) of the blocks of each KV head; rows are placed like those of split-all."""
 
     name: ClassVar[str] = "topk-blocks"
-    serves: ClassVar[bool] = False
     exact: ClassVar[bool] = False
 
     def __init__(

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Copy
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
-from tierloop.devices.regions import Region, Segment
+from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import BlockTable, Places, Pool, Rows, join
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.policy import Batch, Request
+from tierloop.runtime.scratch import Scratch
 
 Int64 = NDArray[np.int64]
 Chosen = tuple[Int64, Int64]
@@ -79,7 +80,7 @@ class InPlaceAttention:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._lanes: dict[str, Lane | None] = {}
-        self._scratch: dict[tuple[str, int, int], Region] = {}
+        self._scratch = Scratch(engine)
         self._plans: dict[tuple[int, int], tuple[object, list[_Share]]] = {}
         self._fars: dict[tuple[str, int], tuple[object, _Far | None]] = {}
         self._staged: dict[tuple[str, int], tuple[_Far, list[Completion]]] = {}
@@ -148,7 +149,8 @@ class InPlaceAttention:
         shares = self._plan(layer, batch, blocks, picked)
         roots = shares[0].roots if len(shares) == 1 else np.concatenate([s.roots for s in shares])
         slot = layer, batch.part
-        at_home = self._region(engine.dense.memory, slot, engine.state_nbytes(len(roots), batch.q_len), "all states")
+        state_nbytes = engine.state_nbytes(len(roots), batch.q_len)
+        at_home = self._scratch.at("all states", engine.dense.memory, slot, state_nbytes).region
         first_new = (batch.positions[:, 0] // shape.block_tokens).tolist()
         queries: dict[str, tuple[Segment, list[Completion]]] = {}
         ended: list[Completion] = []
@@ -170,7 +172,7 @@ class InPlaceAttention:
                 if copies:
                     staged.append(batch.requests[i].name)
             here = lane.device is engine.dense.device
-            states = home if here else self._region(lane.memory, slot, nbytes, "states").at(0, nbytes)
+            states = home if here else self._scratch.at("states", lane.memory, slot, nbytes)
             done = engine.attend(lane, query, join(parts), batch.positions, batch.scale, share.roots, states, after)
             for name in staged:
                 self._readers[name, layer % 2] = [done]
@@ -324,25 +326,14 @@ class InPlaceAttention:
             copies.append((lane, Copy(source, target)))
         return _Far(heads, blocks, targets.reshape(2, -1), copies)
 
-    # -- scratch --------------------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------------
 
     def _queries(self, lane: Lane, layer: int, batch: Batch) -> tuple[Segment, list[Completion]]:
         if lane.device is self._engine.dense.device:
             return batch.queries, [batch.ready]
         nbytes = batch.queries.spans.nbytes
-        there = self._region(lane.memory, (layer, batch.part), nbytes, "queries").at(0, nbytes)
+        there = self._scratch.at("queries", lane.memory, (layer, batch.part), nbytes)
         return there, [self._engine.copy(batch.queries, there, [batch.ready])]
-
-    def _region(self, memory: str, slot: tuple[int, int], nbytes: int, use: str) -> Region:
-        """Scratch for one use, memory, and layer and part; grows by powers of two, between steps only."""
-        key = (f"{use} {memory}", *slot)
-        region = self._scratch.get(key)
-        if region is None or region.nbytes < nbytes:
-            if region is not None:
-                self._engine.drop(region)
-            region = self._engine.scratch(memory, 1 << max(nbytes - 1, 63).bit_length())
-            self._scratch[key] = region
-        return region
 
 
 def _runs(offsets: Int64, nbytes: int) -> Spans:

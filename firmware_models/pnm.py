@@ -6,6 +6,11 @@ Nothing here is told the bandwidth that the device is later found to have; it fo
   *stripe*, lie in one row of one bank per channel; consecutive stripes go round the banks.
 - A channel moves whole bursts of `burst_nbytes` at `channel_bytes_per_s`. Opening a row keeps its bank busy for
   `row_cycle_ns`; a request to the row that its channel used last does not pay again.
+- The job dispatcher may serve what a command reads in any order, and then likewise what it writes. It takes ranges in
+  the order of their addresses, however the command lists them, and joins those that touch to one *request*: 16 rows of
+  a cluster that lie together are one of 4 KiB. A byte that is asked for n times (a row that two lists select) is moved
+  n times, since no engine keeps what another has read: what is asked for again is a request of its own, joined
+  likewise. It is served while the rows of its banks are open, and opens none.
 - The dispatcher cuts requests into tiles of `tile_nbytes` and deals them to `engines`. A tile costs its engine
   `request_ns`, and its bytes pass at `engine_bytes_per_s`.
 
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierloop.firmware_models.media import MediaWork, Ranges, parallel
+from tierloop.firmware_models.media import NOTHING, MediaWork, Ranges, parallel
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class PnmModel:
         g = self.geometry = geometry
         sizes = (g.burst_nbytes, g.granule_nbytes, g.channels * g.row_nbytes, g.tile_nbytes)
         self._sizes = (g.channels, g.banks, *(size.bit_length() - 1 for size in sizes))
-        self._requests: Callable[..., tuple[int, int, int, int, int]] | None = None
+        self._loops: tuple[Callable[..., tuple[int, ...]], Callable[[Ranges], tuple[Ranges, Ranges]]] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -70,8 +75,8 @@ class PnmModel:
 
     def access(self, reads: Ranges, writes: Ranges) -> MediaWork:
         """Serve the requests of one command."""
-        work, activations = self._serve(reads, writes)
-        self.requests += len(reads) + len(writes)
+        work, requests, activations = self._serve(reads, writes)
+        self.requests += requests
         self.activations += activations
         return work
 
@@ -97,17 +102,22 @@ class PnmModel:
             "split the launch"
         )
 
-    def _serve(self, reads: Ranges, writes: Ranges) -> tuple[MediaWork, int]:
+    def _serve(self, reads: Ranges, writes: Ranges) -> tuple[MediaWork, int, int]:
         g = self.geometry
-        if self._requests is None:
-            from tierloop.firmware_models.pnm_requests import serve  # compiles on import, so not before it is needed
+        if self._loops is None:
+            from tierloop.firmware_models import pnm_requests  # compiles on import, so not before it is needed
 
-            self._requests = serve
+            self._loops = pnm_requests.serve, pnm_requests.requests_of
+        serve, requests_of = self._loops
         if not (reads.flags.c_contiguous and writes.flags.c_contiguous):
             reads, writes = np.ascontiguousarray(reads), np.ascontiguousarray(writes)
-        num_tiles, busiest, moved, most_opens, opens = self._requests(reads, writes, *self._sizes)
+        found = serve(reads, writes, NOTHING, NOTHING, *self._sizes)
+        if found[0] < 0:
+            (reads, read_again), (writes, written_again) = requests_of(reads), requests_of(writes)
+            found = serve(reads, writes, read_again, written_again, *self._sizes)
+        requests, num_tiles, busiest, moved, most_opens, opens = found
         if not num_tiles:
-            return MediaWork(0, 1, 0), 0
+            return MediaWork(0, 1, 0), 0, 0
         at_work = num_tiles if num_tiles < g.engines else g.engines
         bus_ns = -(-busiest * 1_000_000_000 // g.channel_bytes_per_s)
         bank_ns = most_opens * g.row_cycle_ns
@@ -119,4 +129,4 @@ class PnmModel:
             parallel(opens * g.row_cycle_ns, g.channels * g.banks, alone),
             parallel(engine_ns * at_work, g.engines, alone),
         )
-        return MediaWork(alone, share, moved), opens
+        return MediaWork(alone, share, moved), requests, opens

@@ -27,6 +27,7 @@ from tierloop.devices.kernels.contract import (
     KernelArgs,
     Logits,
     Quantize,
+    Score,
     Topk,
 )
 from tierloop.devices.kernels.definition import Given, define
@@ -544,6 +545,19 @@ def reduced_over_the_wrong_axis(args: KernelArgs, reads: list[Given], nbytes: li
     return [np.roll(result.view(np.float32), 1).view(np.uint8)]
 
 
+def shared_out_among_the_group(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """Every row has a weight of 1, which the q heads get."""
+    softmax = definition.softmax
+    with mock.patch.object(definition, "softmax", lambda s: softmax(s.T).T):
+        return define(args, reads, nbytes)
+
+
+def shared_out_unscaled(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
+    """The scale is forgotten."""
+    assert isinstance(args, Score)
+    return define(replace(args, scale=1.0), reads, nbytes)
+
+
 def average_of_parts(args: KernelArgs, reads: list[Given], nbytes: list[int]) -> list[Bytes]:
     """The output is halved."""
     (result,) = define(args, reads, nbytes)
@@ -589,6 +603,8 @@ WRONG_KERNELS: list[tuple[str, Kernel, str]] = [
     ("combine", half_precision, "combine_is_attention_of_given_logits"),
     ("merge", average_of_parts, "merge_is_the_softmax_over_parts"),
     ("score", reduced_over_the_wrong_axis, "score_is_what_the_summary_says"),
+    ("score", shared_out_among_the_group, "score_shares_a_weight_out_among_each_list"),
+    ("score", shared_out_unscaled, "score_shares_a_weight_out_among_each_list"),
     ("cluster", counted_per_segment, "cluster_gives_each_row_its_centroid"),
     ("cluster", directions_for_means, "cluster_gives_each_row_its_centroid"),
     ("cluster", by_distance_to_zero, "cluster_gives_each_row_its_centroid"),

@@ -233,17 +233,29 @@ BANKS = PnmGeometry(
 )
 
 
+def stretches(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(n, first, end): the longest stretches of bytes that are asked for at least n times, byte by byte."""
+    asked = np.zeros(max((start + nbytes for start, nbytes in ranges), default=0) + 2, dtype=np.int64)
+    for start, nbytes in ranges:
+        asked[1 + start : 1 + start + nbytes] += 1
+    found = []
+    for n in range(1, int(asked.max()) + 1):
+        edges = np.flatnonzero(np.diff((asked >= n).astype(np.int8)))
+        found += [(n, int(first), int(end)) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+    return found
+
+
 def served(ranges: list[tuple[int, int]]) -> tuple[list[int], NDArray[np.int64], int]:
     """Bytes per channel, rows opened per channel and bank, and tiles: burst by burst."""
     channel_bytes, opens, tiles = [0] * 4, np.zeros((4, 8), dtype=np.int64), 0
     row_open: dict[int, int] = {}
-    for start, nbytes in ranges:
-        bursts = range(start // 64, (start + nbytes - 1) // 64 + 1) if nbytes else range(0)
+    for n, first, end in stretches(ranges):
+        bursts = range(first // 64, (end - 1) // 64 + 1)
         tiles += -(-len(bursts) * 64 // 1024)
         for burst in bursts:
             channel, row = burst * 64 // 256 % 4, burst * 64 // 4096
             channel_bytes[channel] += 64
-            if row_open.get(channel) != row:
+            if n == 1 and row_open.get(channel) != row:
                 row_open[channel] = row
                 opens[channel, row % 8] += 1
     return channel_bytes, opens, tiles

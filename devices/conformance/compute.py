@@ -244,6 +244,34 @@ def check_score_is_what_the_summary_says(subject: Subject) -> None:
         bench.free()
 
 
+def check_score_shares_a_weight_out_among_each_list(subject: Subject) -> None:
+    """A softmax over the rows of one sequence and KV head, summed over the group; in every float type of the device."""
+    for lane in subject.kernel_lanes("score"):
+        bench = Bench(subject, lane)
+        types = ["float32", *sorted(lane.executor.dtypes & {"float16", "bfloat16"})]
+        for group, d, most in ((1, 64, 9), (3, 80, 40), (7, 96, 3), (4, 128, 130)):
+            lengths = subject.rng.integers(1, most, 8)
+            runs = np.array([(s, h, p) for s in range(2) for h in range(2) for p in (0, most)], dtype=np.int64)
+            rows = oracle.Rows.of(runs, lengths)
+            num, scale = int(lengths.sum()), 3.0 / d**0.5
+            queries = subject.rng.normal(size=(2, 1, 2 * group, d)).astype(np.float32)
+            low = subject.rng.normal(size=(num, d)).astype(np.float32)
+            both = np.stack([low, low + np.abs(subject.rng.normal(size=(num, d))).astype(np.float32)], axis=1)
+            for summary, dtype in [("minmax", "float32"), *(("mean", dtype) for dtype in types)]:
+                stored = oracle.encode(both if summary == "minmax" else low, dtype)
+                summaries = oracle.decode(stored, dtype).reshape(both.shape if summary == "minmax" else low.shape)
+                args = Score(2, 2, group, d, summary, "softmax", runs, dtype, scale)  # type: ignore[arg-type]  # as above
+                want = oracle.shares(
+                    queries.astype(np.float64), summaries, rows, group, summary, scale, bench.arithmetic
+                )
+                reads = (bench.whole(as_bytes(queries)), bench.scattered(stored, lengths * (stored.nbytes // num)))
+                got = bench.launch(args, reads, bench.target(num * 4)).view(np.float32)
+                judge(
+                    got.astype(np.float64), want.value, want.error, f"score, {summary}, softmax, {dtype}, group {group}"
+                )
+        bench.free()
+
+
 def check_topk_breaks_ties_by_index(subject: Subject) -> None:
     """Score descending, then index ascending; NaN last; −1 beyond the end of a list."""
     for lane in subject.kernel_lanes("topk"):

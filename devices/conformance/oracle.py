@@ -258,6 +258,28 @@ def scores(
     return Expected(value, error)
 
 
+def shares(
+    queries: Float64, summaries: Float64, rows: Rows, group: int, summary: str, scale: float, arithmetic: Arithmetic
+) -> Expected:
+    """The same operands; each row's share of the softmax over its sequence and KV head, summed over the group."""
+    u = _unit(arithmetic)
+    n, d = len(rows.position), queries.shape[3]
+    value, error = np.zeros(n), np.zeros(n)
+    for sequence, head in {(int(s), int(h)) for s, h in zip(rows.sequence, rows.kv_head, strict=True)}:
+        mine = np.flatnonzero((rows.sequence == sequence) & (rows.kv_head == head))
+        for q in queries[sequence, 0, head * group : (head + 1) * group]:
+            bounds = [summaries[mine, 0], summaries[mine, 1]] if summary == "minmax" else [summaries[mine]]
+            products = np.max([q * bound for bound in bounds], axis=0)
+            s = scale * products.sum(axis=1)
+            off = (d + 2) * u * abs(scale) * np.abs(products).sum(axis=1) + 2 * u * np.abs(s) + 2 * u * (s.max() - s)
+            p = np.exp(s - s.max())
+            p /= p.sum()
+            value[mine] += p
+            relative = np.expm1(2 * min(float(off.max()), 300.0)) + (len(mine) + group + 16) * u + RESULT
+            error[mine] += relative * p + 2 * TINY
+    return Expected(value, error)
+
+
 def topk(given: NDArray[np.float32], lengths: Int64, k: int, reduce: str = "max") -> Int64:
     """Score descending, then index ascending; NaN last; −1 where the list is shorter than k: int64 (n, k).
 

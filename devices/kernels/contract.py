@@ -155,10 +155,25 @@ class Merge:
 class Score:
     """queries × block summaries → one score per block.
 
-    reads = (queries, summaries); runs as for keys, one row per block. `mean` rows are float32 (head_dim), the mean key
-    of a block or the centroid of a cluster: q·mean. `minmax` rows are float32 (2, head_dim), the minimum and maximum
-    of each channel: Σ_c min(q_c, 0)·min_c + max(q_c, 0)·max_c, Quest's upper bound. writes = (scores,): float32
-    (rows,), reduced over the query group by `reduce`. q_len is 1.
+    reads = (queries, summaries); runs as for keys, one row per block. `mean` rows are (head_dim) elements of `dtype`
+    (float32, float16 or bfloat16), the mean key of a block or the centroid of a cluster: q·mean. `minmax` rows are
+    float32 (2, head_dim), the minimum and maximum of each channel: Σ_c min(q_c, 0)·min_c + max(q_c, 0)·max_c, Quest's
+    upper bound. writes = (scores,): float32 (rows,), reduced over the query group by `reduce`. q_len is 1.
+
+    **reduce "max", "sum"**: of these products; `scale` is 1.
+
+    **reduce "softmax"**: the rows of one sequence and KV head, over all their runs, are a *list*; each q head of the
+    group shares a weight of 1 out among the rows of its list, and the score of a row is what it gets of all of them.
+    - s = scale · product, with the bits of `Logits`; m = the largest s of the list that is a number; w = exp(s − m), in
+      float32, at most 1 ulp off and 0 below 2**−126.
+    - l = Σ w in float64, over 16 lanes: the weight of row i of the list goes to lane i mod 16, in ascending i; lane j
+      and lane j + 8 are added, then j + 4, j + 2, j + 1; l is rounded to float32 once.
+    - share = w / l, a division of float32; the score is the sum of the shares in float32, q heads in ascending order.
+    A q head whose s are all −inf, or a row whose s is −inf, gives the share 0. A NaN or +inf among the s of a q head
+    makes every share of that q head NaN, and so every score of that list; no other list sees it. A list without rows
+    writes nothing. A list is not cut over launches: each launch shares out what its own rows are.
+
+    Any executor that offers `score` takes float32 summaries; other types must be among its `dtypes`.
     """
 
     kernel: ClassVar[str] = "score"
@@ -167,8 +182,15 @@ class Score:
     group: int
     head_dim: int
     summary: Literal["mean", "minmax"]
-    reduce: Literal["max", "sum"]
+    reduce: Literal["max", "sum", "softmax"]
     runs: Int64
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    scale: float = 1.0
+
+
+def summary_nbytes(args: Score) -> int:
+    """Bytes of one row of summaries."""
+    return args.head_dim * ITEMSIZE[args.dtype] * (2 if args.summary == "minmax" else 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -355,7 +377,7 @@ def flops(args: KernelArgs, read_nbytes: list[int]) -> int:
     if isinstance(args, Merge):
         return read_nbytes[0] // 4
     if isinstance(args, Score):
-        return read_nbytes[1] // 4 * 2 * args.group
+        return read_nbytes[1] // ITEMSIZE[args.dtype] * 2 * args.group
     if isinstance(args, Topk) and args.reduce == "sum":
         return read_nbytes[0] // (4 * args.group) * (args.group - 1)
     if isinstance(args, Dense):
@@ -414,6 +436,10 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         wrong = _wrong_codes(args)
         if wrong is not None:
             return wrong
+    if isinstance(args, Score):
+        wrong = wrong_score(args)
+        if wrong is not None:
+            return wrong
     expect: list[tuple[str, int, int]] = []
     if isinstance(args, (Attend, Logits)):
         item = ITEMSIZE[args.dtype]
@@ -440,7 +466,7 @@ def check(args: KernelArgs, reads: list[tuple[int, int]], writes: list[tuple[int
         if args.has_sinks:
             expect.append(("sink bytes", reads[1][1], args.num_kv_heads * args.group * 4))
     elif isinstance(args, Score):
-        row = args.head_dim * 4 * (2 if args.summary == "minmax" else 1)
+        row = summary_nbytes(args)
         expect.append(("queries", reads[0][1], args.num_sequences * args.num_kv_heads * args.group * args.head_dim * 4))
         expect.append(("summary spans", reads[1][0], len(args.runs)))
         expect.append(("score bytes", writes[0][1], reads[1][1] // row * 4))
@@ -484,6 +510,26 @@ def _wrong_codes(args: Quantize | Dequantize) -> str | None:
     return None
 
 
+def wrong_score(args: Score) -> str | None:
+    """What is wrong with how a `Score` reads and reduces its summaries, or None."""
+    if args.summary not in ("mean", "minmax") or args.reduce not in ("max", "sum", "softmax"):
+        return f"score: summary {args.summary!r}, reduce {args.reduce!r}; allowed: mean, minmax and max, sum, softmax"
+    allowed = ("float32",) if args.summary == "minmax" else ("float32", "float16", "bfloat16")
+    if args.dtype not in allowed:
+        return f"score: dtype {args.dtype!r} of {args.summary} summaries is not one of {', '.join(allowed)}"
+    wrong = _no_float32("score", "scale", args.scale)
+    if wrong is None and args.reduce != "softmax" and args.scale != 1:
+        return f"score: scale is {args.scale} where reduce is {args.reduce!r}; allowed: 1, and any with 'softmax'"
+    return wrong
+
+
+def _no_float32(kernel: str, name: str, number: object) -> str | None:
+    real = isinstance(number, (int, float, np.floating, np.integer)) and not isinstance(number, bool)
+    if not real or not -_BEYOND_FLOAT32 < number < _BEYOND_FLOAT32:  # type: ignore[operator]  # a number by now
+        return f"{kernel}: {name} is {number!r}; allowed: a finite float32 number"
+    return None
+
+
 _AT_LEAST_ONE = frozenset(
     {"num_kv_heads", "group", "q_len", "head_dim", "head_dim_v", "dim", "split_tokens"}
     | {"segment_tokens", "cluster_tokens"}
@@ -517,10 +563,9 @@ def _wrong_numbers(args: KernelArgs) -> str | None:
         return f"topk: reduce is {args.reduce!r}; allowed: 'max', 'sum'"
     if isinstance(args, (Attend, Logits)):
         for name, number in (("scale", args.scale), ("softcap", args.softcap)):
-            if isinstance(number, bool) or not isinstance(number, (int, float, np.floating, np.integer)):
-                return f"{args.kernel}: {name} is {number!r}; allowed: a finite float32 number"
-            if not -_BEYOND_FLOAT32 < number < _BEYOND_FLOAT32:
-                return f"{args.kernel}: {name} is {number!r}; allowed: a finite float32 number"
+            wrong = _no_float32(args.kernel, name, number)
+            if wrong is not None:
+                return wrong
         if args.softcap != 0 and not args.softcap > _NOTHING_IN_FLOAT32:
             return f"{args.kernel}: softcap is {args.softcap}; allowed: 0 (none), or a positive float32 number"
     return None

@@ -31,7 +31,9 @@ from tierloop.devices.kernels.contract import (
     Score,
     Topk,
     cut_into_segments,
+    summary_nbytes,
     value_nbytes,
+    wrong_score,
 )
 
 Float64 = NDArray[np.float64]
@@ -256,18 +258,37 @@ def merge(args: Merge, given: Given, sinks: Given | None = None) -> Float64:
 
 
 def score(args: Score, queries: Given, summaries: Given) -> Float64:
-    """One score per block: q · mean, or Σ_c min(q_c, 0)·min_c + max(q_c, 0)·max_c; the best or sum over the group."""
+    """One score per block: q · mean, or Σ_c min(q_c, 0)·min_c + max(q_c, 0)·max_c; the best or sum over the group, or
+    the sum of each q head's softmax over the rows of a sequence and KV head."""
+    wrong = wrong_score(args)
+    if wrong is not None:
+        raise ValueError(wrong)
     parts = 2 if args.summary == "minmax" else 1
-    rows = rows_of(args.runs, summaries.sizes, parts * args.head_dim * 4)
+    rows = rows_of(args.runs, summaries.sizes, summary_nbytes(args))
     if (rows.sequence >= args.num_sequences).any() or (rows.kv_head >= args.num_kv_heads).any():
         raise ValueError("a run names a sequence or KV head that does not exist")
     q = query_rows(args, queries.bytes)[rows.sequence, 0, rows.kv_head]
-    summary = numbers(summaries.bytes, "float32").reshape(-1, parts, 1, args.head_dim)
+    summary = numbers(summaries.bytes, args.dtype).reshape(-1, parts, 1, args.head_dim)
     if parts == 1:
         each = (q * summary[:, 0]).sum(axis=-1)
     else:
         each = (np.minimum(q, 0) * summary[:, 0] + np.maximum(q, 0) * summary[:, 1]).sum(axis=-1)
+    if args.reduce == "softmax":
+        shares = np.zeros_like(each)
+        for sequence, kv_head in {(s, h) for s, h, _ in args.runs.tolist()}:
+            mine = (rows.sequence == sequence) & (rows.kv_head == kv_head)
+            shares[mine] = softmax(args.scale * each[mine])
+        return np.asarray(shares.sum(axis=1))
     return np.asarray(each.max(axis=1) if args.reduce == "max" else each.sum(axis=1))
+
+
+def softmax(s: Float64) -> Float64:
+    """The shares of n rows in a weight of 1, for each member of the group: (n, group); 0 where all logits are −∞."""
+    m = s.max(axis=0, initial=-np.inf)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(s - np.where(np.isneginf(m), 0.0, m))
+    total = weights.sum(axis=0)
+    return weights / np.where(total == 0, 1.0, total)
 
 
 def topk(args: Topk, scores: Given) -> NDArray[np.int64]:

@@ -1,7 +1,8 @@
 """score: queries × block summaries → one score per block (contract.py).
 
-A mean summary is a key like any other: its score has the bits of an unscaled logit. Within a tile of queries the group
-is reduced by halving, then tile after tile.
+A mean summary is a key like any other: its product has the bits of a logit. For a maximum or a sum, the group is
+reduced within a tile of queries by halving, then tile after tile. For a softmax, the products of all rows are kept,
+head after head of each list, and shared out when there is no row left (shares.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
+from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import (
     INT64,
     INTS,
@@ -26,13 +28,15 @@ from tierloop.devices.kernels.compiled import (
     load,
     move_bytes,
     store,
+    store_float,
     take_next,
 )
-from tierloop.devices.kernels.contract import Score
+from tierloop.devices.kernels.contract import Score, summary_nbytes, wrong_score
 from tierloop.devices.kernels.entries import ENTRIES
 from tierloop.devices.kernels.lanes import (
+    CODES,
     FLOAT,
-    FLOAT32,
+    ITEM,
     LANES,
     at,
     counting,
@@ -48,11 +52,13 @@ from tierloop.devices.kernels.operands import BytesOf, Operands
 from tierloop.devices.kernels.pace import keep_pace, new_counter
 from tierloop.devices.kernels.plan import Rows, check_sizes, how_many_up_to
 from tierloop.devices.kernels.pool import share, worthwhile
-from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTHS
+from tierloop.devices.kernels.products import NUMBER_OF_WIDTH, TILE, WIDTH_OF, WIDTHS
+from tierloop.devices.kernels.shares import ADD_SHARES, HIGH, LOW, NUM_COLUMNS, PLACE, find_lists, share_out
 from tierloop.devices.kernels.tiles import (
     BLOCK,
     NEAR,
     dots_of_tiles,
+    first_of,
     pack_queries,
     padded,
     size_of,
@@ -104,7 +110,11 @@ _CHUNK = 64
 """Summaries at a time."""
 
 
-@kernel(types.void, *(INT64, INT64, TABLE, INTS, INT64, TABLE), *(INT64,) * 6, INTS, INTS, INT64)
+@kernel(
+    types.void,
+    *(INT64, INT64, TABLE, INTS, INT64, TABLE, INT64, INT64, INT64, INT64, INT64, INT64, REAL, INT64),
+    *(INTS, INTS, INTS, TABLE, INT64, INT64),
+)
 def _work_on_rows(
     counter: int,
     share_rows: int,
@@ -113,16 +123,22 @@ def _work_on_rows(
     base: int,
     spans: NDArray[np.int64],
     queries: int,
+    dtype: int,
     num_kv_heads: int,
     group: int,
     head_dim: int,
     is_minmax: int,
+    scale: float,
     takes_sum: int,
     entries: NDArray[np.int64],
     reducers: NDArray[np.int64],
+    list_of: NDArray[np.int64],
+    lists: NDArray[np.int64],
+    logits: int,
     out: int,
 ) -> None:
-    """Take shares of the summaries until none is left; scores go to `out`, float32 (rows,)."""
+    """Take shares of the summaries until none is left; scores go to `out`, float32 (rows,), or, where `logits` is not
+    0, logits go there, head after head of each list."""
     total, all_tiles = first_row[-1], tiles_of(group)
     dim = head_dim * (1 + is_minmax)
     most = min(BLOCK, all_tiles)
@@ -130,7 +146,7 @@ def _work_on_rows(
     found, best = np.empty((most, TILE * _CHUNK), np.float32), np.empty(_CHUNK, np.float32)
     wide, wide_rows = np.empty(wide_nbytes(dim), np.uint8), np.empty(NEAR, np.int64)
     places = np.empty(2 * _CHUNK, np.int64)
-    nbytes = dim * 4
+    nbytes = dim * ITEM[dtype]
     packed_for = -1
     while True:
         row = take_next(counter) * share_rows
@@ -160,17 +176,26 @@ def _work_on_rows(
                     )  # fmt: skip
                     packed_for = wanted
                 dots_of_tiles(
-                    entries, FLOAT32, group, tile, num_tiles, places.ctypes.data, n, packed.ctypes.data, dim,
-                    found.ctypes.data, 4 * TILE * _CHUNK, 0, 1.0, ahead, ahead_nbytes if tile == 0 else 0,
+                    entries, dtype, group, tile, num_tiles, places.ctypes.data, n, packed.ctypes.data, dim,
+                    found.ctypes.data, 4 * TILE * _CHUNK, 0, scale, ahead, ahead_nbytes if tile == 0 else 0,
                     wide.ctypes.data, wide_rows.ctypes.data,
                 )  # fmt: skip
                 for t in range(num_tiles):
                     size = size_of(tile + t, group)
-                    _call_reduce(
-                        reducers[3 * takes_sum + NUMBER_OF_WIDTH[size]], found[t].ctypes.data, n, size,
-                        best.ctypes.data, tile + t == 0,
-                    )  # fmt: skip
-            move_bytes(out + 4 * row, best.ctypes.data, 4 * n)
+                    if logits:
+                        mine = lists[list_of[run]]
+                        stride = padded(mine[HIGH] - mine[LOW])
+                        for g in range(size):
+                            place = mine[PLACE] + (first_of(tile + t, group) + g) * stride + row - mine[LOW]
+                            for j in range(n):
+                                store_float(logits + 4 * (place + j), found[t, j * WIDTH_OF[size] + g])
+                    else:
+                        _call_reduce(
+                            reducers[3 * takes_sum + NUMBER_OF_WIDTH[size]], found[t].ctypes.data, n, size,
+                            best.ctypes.data, tile + t == 0,
+                        )  # fmt: skip
+            if not logits:
+                move_bytes(out + 4 * row, best.ctypes.data, 4 * n)
             row += n
 
 
@@ -178,23 +203,37 @@ def score(
     args: Score, reads: tuple[Operand, ...], writes: tuple[Operand, ...], bytes_of: BytesOf, threads: int
 ) -> None:
     """Carry out the kernel. Raises ValueError where runs and spans do not fit each other."""
-    if args.summary not in ("mean", "minmax") or args.reduce not in ("max", "sum"):
-        raise ValueError(f"summary {args.summary!r}, reduce {args.reduce!r}: known are mean, minmax and max, sum")
+    wrong = wrong_score(args)
+    if wrong is not None:
+        raise ValueError(wrong)
     check_sizes(group=args.group, head_dim=args.head_dim)
     operands = Operands(bytes_of)
     base, spans = operands.rows(reads[1])
-    nbytes = args.head_dim * 4 * (2 if args.summary == "minmax" else 1)
+    nbytes = summary_nbytes(args)
     rows = Rows(args.runs, spans, nbytes, args.num_sequences, args.num_kv_heads)
     queries, out = operands.source(reads[0]), operands.target(writes[0])
     threads = worthwhile(threads, rows.total * nbytes)
     share_rows = max(_CHUNK, rows.total // (4 * threads)) if threads > 1 else max(1, rows.total)
+    keeps = args.reduce == "softmax"
+    list_of = np.empty(len(rows.runs) if keeps else 0, dtype=np.int64)
+    lists = np.empty((len(list_of), NUM_COLUMNS), dtype=np.int64)
+    count, room = find_lists(rows.runs, rows.first_row, args.group, list_of, lists) if keeps else (0, 0)
+    lists, kept = lists[:count], np.empty(4 * room, dtype=np.uint8)
+    logits = address_of(kept) if room else 0
     counter = new_counter()
 
     def work() -> None:
         _work_on_rows(
-            address_of(counter), share_rows, rows.runs, rows.first_row, base, spans, queries, args.num_kv_heads,
-            args.group, args.head_dim, args.summary == "minmax", args.reduce == "sum", ENTRIES, _REDUCERS, out,
+            address_of(counter), share_rows, rows.runs, rows.first_row, base, spans, queries, CODES[args.dtype],
+            args.num_kv_heads, args.group, args.head_dim, args.summary == "minmax", args.scale, args.reduce == "sum",
+            ENTRIES, _REDUCERS, list_of, lists, logits, out,
         )  # fmt: skip
 
     share(threads, work)
+    if logits:
+        turn = np.zeros(8, dtype=np.uint8)
+        share(
+            min(threads, count),
+            lambda: share_out(address_of(turn), lists, args.group, logits, ENTRIES, ADD_SHARES, out),
+        )
     operands.finish()

@@ -161,6 +161,7 @@ def test_what_is_said_to_help_is_the_least_that_does(c: Constants) -> None:
     assume(found.least_devices is not None)
     assert found.least_devices is not None
     assert found.bytes_per_s_above is not None
+    assume(found.least_devices < 1 << 60 and 2 < found.bytes_per_s_above < 1 << 60)  # constants that there can be
     assert crossover(c.on(found.least_devices)).tokens is not None
     if found.least_devices > 1:
         assert crossover(c.on(found.least_devices - 1)).tokens is None

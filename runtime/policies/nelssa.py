@@ -144,7 +144,7 @@ class Nelssa(Policy):
         self._blocks: PagedBlocks | None = None
         self._attention = InPlaceAttention(engine)
         self._attention.check([engine.dense.memory])
-        self._near = NearAttention(engine, self._budget)
+        self._near = NearAttention(engine, self._budget, self._pieces.segment_tokens)
         longest = max(self._pieces.segment_tokens, self._pieces.update_tokens)
         self._writer = NearWriter(engine, longest, int(cluster_tokens), int(iterations))
         self._threshold = float(threshold_tokens) * threshold_scale

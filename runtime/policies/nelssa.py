@@ -308,11 +308,14 @@ class Nelssa(Policy):
         if near is None or request.table is None:
             return True
         waiting = int(request.table.length[0]) - near.end
-        return waiting <= TAIL_SEGMENTS * near.pieces.segment_tokens or not self._due(request, near)
+        moving = bool(near.under_way) or self._due(request, near)
+        return waiting <= TAIL_SEGMENTS * near.pieces.segment_tokens or not moving
 
     async def something_moved(self) -> None:
-        await self._writer.written
         await self.step_begins([])
+        if any(near is not None and near.attends and near.under_way for near in map(_near, self._requests)):
+            await self._writer.written
+            await self.step_begins([])
 
     async def prompt_is_stored(self, request: Request) -> None:
         near = _near(request)

@@ -21,6 +21,7 @@ from tierloop.devices.info import ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels.contract import Attend, KernelArgs, Merge
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
+from tierloop.devices.spans import Spans
 from tierloop.devices.states import Node, cover
 from tierloop.runtime.blocks import BlockTable, KVShape, Pool, Rows, TierTooSmall
 from tierloop.runtime.decisions import AsRead, Decisions, Grouping, Question
@@ -113,6 +114,10 @@ class Engine:
     def limit(self, memory: str, nbytes: int) -> None:
         """Let pools and claims on a memory take no more than so many bytes together; the rest is others'."""
         self._limits[memory] = nbytes
+
+    def is_limited(self, memory: str) -> bool:
+        """Whether `limit` was called for the memory."""
+        return memory in self._limits
 
     def room(self, memory: str) -> int:
         """Bytes that pools and claims may still take of a memory, as far as the engine knows who else has some."""
@@ -279,6 +284,28 @@ class Engine:
         answer = self._decisions.answer(question, read)
         assert answer.shape == shape, "an answer has k entries for every list"
         return answer
+
+    async def decide_each(
+        self, asked: Sequence[tuple[Segment, Question]], after: Sequence[Completion] = ()
+    ) -> list[Int64]:
+        """`decide` for several questions whose indices lie in one region, with one read for all of them."""
+        places = [place for place, _ in asked]
+        joined = Segment(places[0].region, Spans(np.concatenate([place.spans.array for place in places])))
+        into = np.zeros(joined.spans.nbytes, dtype=np.uint8)
+        await self.stages.mark(self.read(joined, into, after), "decide")
+        answers, start = [], 0
+        for place, question in asked:
+            shape, end = (len(question.lengths), question.k), start + place.spans.nbytes
+            read = None if self.phantom else into[start:end].view(np.int64).reshape(shape)
+            answers.append(self._decisions.answer(question, read))
+            assert answers[-1].shape == shape, "an answer has k entries for every list"
+            start = end
+        return answers
+
+    def grouped(self, grouping: Grouping) -> Int64:
+        """How candidates would have been grouped, in a phantom run that does not spend time on it."""
+        assert self.phantom, "with numbers, the devices group"
+        return self._decisions.group(grouping, None)
 
     async def group(self, labels: Segment, grouping: Grouping, after: Sequence[Completion] = ()) -> Int64:
         """How the devices have grouped candidates, read from `labels`, int64 (lists, candidates)."""

@@ -1,8 +1,9 @@
 """A request's clustered rows in near memories: cluster after cluster, so that a cluster is read in one piece.
 
-Row i of a KV head is the i-th of `Members.positions`: clusters lie in the order in which they came. Rows of a segment
-lie together, on the device that has the segment of that head (near_partition.py). A device has one region for the
-request, of layers × sides × heads × rows, taken for the request's whole life.
+The i-th of a KV head's `Members.positions` has the row number `first` + i, where `first` is the first position that is
+clustered: so the clusters of a piece have as row numbers the positions of the piece. Rows of a segment (row number //
+`segment_tokens`) lie together, on the device that has the segment of that head (near_partition.py). A device has one
+region for the request, of layers × sides × heads × rows, taken for the request's whole life.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class NearShare:
 
 
 class NearRows:
-    """Room for `most_rows` rows of each KV head. Raises TierTooSmall, with nothing kept."""
+    """Room for rows number [first, last) of each KV head. Raises TierTooSmall, with nothing kept."""
 
     def __init__(
         self,
@@ -56,19 +57,23 @@ class NearRows:
         lanes: Sequence[Lane],
         shares: Sequence[Share],
         segment_tokens: int,
-        most_rows: int,
+        first: int,
+        last: int,
         request_name: str,
     ) -> None:
         self.engine = engine
         self.segment_tokens = segment_tokens
+        self.first = first
         shape = engine.shape
         self._row_nbytes = shape.row_nbytes(K), shape.row_nbytes(V)
         self.shares: list[NearShare] = []
-        num_segments = -(-most_rows // segment_tokens)
+        borders = np.arange(num_segments(last, segment_tokens) + 1, dtype=np.int64) * segment_tokens
+        borders = np.clip(borders, first, last)
+        self._begins = borders[:-1]
         try:
             for share in shares:
-                sizes = np.minimum(segment_tokens, most_rows - share.segments * segment_tokens)
-                first_row = np.full(num_segments, -1, dtype=np.int64)
+                sizes = np.diff(borders)[share.segments]
+                first_row = np.full(len(borders) - 1, -1, dtype=np.int64)
                 first_row[share.segments] = np.cumsum(sizes) - sizes
                 rows, lane = int(sizes.sum()), lanes[share.device]
                 nbytes = shape.num_layers * len(share.heads) * rows * sum(self._row_nbytes)
@@ -95,7 +100,8 @@ class NearRows:
         """Stretches of rows of a layer's K or V: `heads` are numbers within the share."""
         size, num_heads = self._row_nbytes[side], len(near.share.heads)
         before = side * self.engine.shape.num_layers * num_heads * near.num_rows * self._row_nbytes[K]
-        local = near.first_row[rows // self.segment_tokens] + rows % self.segment_tokens
+        segment = rows // self.segment_tokens
+        local = near.first_row[segment] + rows - self._begins[segment]
         offsets = before + ((layer * num_heads + heads) * near.num_rows + local) * size
         return Segment(near.region, Spans(np.stack((offsets, counts * size), axis=1)))
 
@@ -126,24 +132,28 @@ class NearRows:
         return Rows(runs, (keys,), (values,))
 
 
-def pick(members: Members, clusters: Int64, phantom: bool) -> Picked:
-    """The rows of these clusters."""
+def num_segments(last: int, segment_tokens: int) -> int:
+    """Segments of rows below `last`."""
+    return -(-last // segment_tokens)
+
+
+def pick(members: Members, clusters: Int64, first: int, phantom: bool) -> Picked:
+    """The rows of these clusters; `first` is the first position that is clustered."""
     if phantom:
         clusters = clusters[members.sizes[clusters] > 0]
         starts = members.starts[clusters]
-        return Picked(members.positions[starts], starts, members.sizes[clusters])
+        return Picked(members.positions[starts], first + starts, members.sizes[clusters])
     places = members.places(clusters)
     positions = members.positions[places]
     order = np.argsort(positions)
-    return Picked(positions[order], places[order], np.ones_like(order))
+    return Picked(positions[order], first + places[order], np.ones_like(order))
 
 
 def pick_all(members: Members, low: int, high: int, first: int, segment_tokens: int, phantom: bool) -> Picked:
-    """Rows number [low, high), whichever clusters they are in; row 0 is of position `first`, and borders are clustered
-    apart from each other, so they are positions [first + low, first + high)."""
+    """Rows number [low, high), which are whole pieces, so they are of the positions [low, high)."""
     if phantom:
         inner = np.arange(low // segment_tokens + 1, -(-high // segment_tokens), dtype=np.int64) * segment_tokens
         borders = np.concatenate(([low], inner, [high]))
-        return Picked(first + borders[:-1], borders[:-1], np.diff(borders))
-    order = np.argsort(members.positions[low:high])
-    return Picked(np.arange(first + low, first + high, dtype=np.int64), low + order, np.ones_like(order))
+        return Picked(borders[:-1], borders[:-1], np.diff(borders))
+    order = np.argsort(members.positions[low - first : high - first])
+    return Picked(np.arange(low, high, dtype=np.int64), low + order, np.ones_like(order))

@@ -32,11 +32,11 @@ class _Swapped:
 class PagedBlocks:
     """One pool of blocks; `watermark` (0 to 1) of it is kept back when requests are admitted.
 
-    The pool has all the room that the memory has (`Engine.room`), or `num_bytes` of it. Raises ConfigurationError where
-    not even one block fits.
+    The pool has the room that the memory has (`Engine.room`) but for `reserved` bytes; where nobody has set a limit, a
+    tenth is left for working space. Raises ConfigurationError where not even one block fits.
     """
 
-    def __init__(self, engine: Engine, watermark: float = 0.01, num_bytes: int = 0) -> None:
+    def __init__(self, engine: Engine, watermark: float = 0.01, reserved: int = 0) -> None:
         self.engine = engine
         shape = engine.shape
         self.memory = engine.dense.memory
@@ -45,7 +45,9 @@ class PagedBlocks:
         info = engine.platform.memory_owner(self.memory).info.memory(self.memory)
         grid = info.alignment if info else 1
         slot = -(-shape.block_nbytes // grid) * grid
-        room = min(num_bytes, engine.room(self.memory)) if num_bytes else engine.room(self.memory)
+        room = engine.room(self.memory) - reserved
+        if not engine.is_limited(self.memory):
+            room -= room // 10
         blocks = max(room, 0) // (slot * self.per_block)
         if blocks < 1:
             raise ConfigurationError(
@@ -90,6 +92,10 @@ class PagedBlocks:
         if need > have:
             table.put_all(have, need, self.pool)
             request.state["held blocks"] = need
+
+    def skip(self, request: Request, num_blocks: int) -> None:
+        """Blocks below that are elsewhere: the request does not get them here."""
+        request.state["held blocks"] = max(self.held(request), num_blocks)
 
     def held(self, request: Request) -> int:
         """The block after the last one that the request has been given."""

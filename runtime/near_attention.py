@@ -1,0 +1,462 @@
+"""Attention of requests whose older rows lie in near memories: clusters there, the rest where the modules run.
+
+For a step of one token the modules' device scores the centroids (softmax over the clusters of a KV head, summed over
+the query group), each KV head takes its best `budget` of the clusters, each near device gathers and attends over the
+rows that it has of them, while the modules' device attends over sinks, newest rows and rows that are not clustered yet.
+States are merged there. With `budget` 1 all clusters are taken and nothing is scored.
+
+Steps of more tokens, chunks of prompts and of later turns, are dense: near devices attend over all of their rows, or
+the rows are streamed to where the modules run, `STREAMED` at a time, whichever the devices estimate to be faster.
+
+A device that fails ends the requests that have rows there (`Request.fail`), and nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.commands import Copy, Launch
+from tierloop.devices.completion import Completion
+from tierloop.devices.errors import DeviceError, Unsupported
+from tierloop.devices.kernels.contract import Attend, Score, Topk
+from tierloop.devices.regions import Segment
+from tierloop.devices.spans import Spans
+from tierloop.devices.states import cover
+from tierloop.runtime.blocks import K, Rows, V, join
+from tierloop.runtime.decisions import Question
+from tierloop.runtime.engine import Engine, Lane
+from tierloop.runtime.near_request import NearRequest
+from tierloop.runtime.near_rows import NearShare, Picked, pick, pick_all
+from tierloop.runtime.policy import Batch
+from tierloop.runtime.scratch import Scratch
+
+Int64 = NDArray[np.int64]
+LAYERS_UNDER_WAY = 2
+STREAMED = 1 << 16
+"""Rows of each KV head that are streamed at a time; there is room for two such pieces."""
+
+
+@dataclass
+class _Group:
+    """Requests that one device attends for, with the same KV heads: numbers in the batch, shares, rows."""
+
+    lane: Lane
+    heads: Int64
+    members: list[tuple[int, NearShare, Rows, Int64]] = field(default_factory=list)
+    """The roots of each are int64 (r, 4) of (number in the batch, KV head, level, index)."""
+
+    @property
+    def roots(self) -> Int64:
+        """All of them, one request after the other."""
+        return np.concatenate([roots for *_, roots in self.members])
+
+
+class NearAttention:
+    """Attends for requests with rows in near memories; `budget` (0 to 1) of the clusters are taken."""
+
+    def __init__(self, engine: Engine, budget: float) -> None:
+        self._engine = engine
+        self._budget = budget
+        self._scratch = Scratch(engine)
+        self._readers: dict[int, Completion] = {}
+        """Who reads each half of the streamed rows last."""
+        self.selected = 0
+        """Rows that were taken by their clusters, of all KV heads."""
+
+    async def attend(
+        self, layer: int, batch: Batch, appended: Completion, nears: Sequence[NearRequest], after: list[Completion]
+    ) -> list[Completion]:
+        """Leave the output of requests with these rows near; what is near starts after `after`.
+
+        Returns what comes after the output. Requests whose devices failed have `failure` set, and no output.
+        """
+        engine, slot = self._engine, (layer % LAYERS_UNDER_WAY, batch.part)
+        streamed = [batch.q_len > 1 and self._is_streamed(layer, batch, i, near) for i, near in enumerate(nears)]
+        picked = await self._picked(layer, batch, nears, streamed)
+        groups = self._groups(layer, batch, nears, picked)
+        here = self._roots_here(batch, nears)
+        pieces = {i: self._slices(batch, i, near) for i, near in enumerate(nears) if streamed[i]}
+        tables = [here, *(g.roots for g in groups), *(roots for each in pieces.values() for *_, roots in each)]
+        offsets = np.cumsum([0, *(engine.state_nbytes(len(roots), batch.q_len) for roots in tables)]).tolist()
+        home = self._scratch.at("all states", engine.dense.memory, slot, offsets[-1])
+        places = [home.region.at(a, b - a) for a, b in pairwise(offsets)]
+        done = [self._attend_here(layer, batch, nears, here, places[0], appended)]
+        copies = [self._attend_near(batch, g, place, slot, after) for g, place in zip(groups, places[1:], strict=False)]
+        number = 1 + len(groups)
+        for i, slices in pieces.items():
+            for low, high, roots in slices:
+                done.append(self._stream(layer, batch, i, nears[i], low, high, roots, places[number]))
+                number += 1
+        lost = await self._settle(batch, groups, copies)
+        merged = [roots if not lost else roots[~np.isin(roots[:, 0], list(lost))] for roots in tables]
+        if lost:
+            merged, places = self._without(lost, tables, places, batch.q_len)
+        states = [place for place in places if place.spans.nbytes]
+        everything = np.concatenate(merged)
+        # The copies have ended: what is merged with the modules' own states is there.
+        return [engine.merge(states, everything, batch.positions, batch.output, done)] if len(everything) else done
+
+    # -- which rows ---------------------------------------------------------------------------------------------------
+
+    async def _picked(
+        self, layer: int, batch: Batch, nears: Sequence[NearRequest], streamed: Sequence[bool]
+    ) -> list[list[Picked] | None]:
+        """The rows of each request and KV head that near devices attend; None where none are."""
+        phantom, found = self._engine.phantom, list[list[Picked] | None]()
+        sparse = batch.q_len == 1 and self._budget < 1
+        orders = await self._select(layer, batch, nears) if sparse else {}
+        for i, near in enumerate(nears):
+            members = near.centroids.members(layer)
+            first = near.pieces.first
+            if streamed[i] or near.end == first:
+                found.append(None)
+            elif i in orders:
+                mine = [pick(m, order, first, phantom) for m, order in zip(members, orders[i], strict=True)]
+                self.selected += sum(int(each.counts.sum()) for each in mine)
+                if not phantom:
+                    batch.attended_rows[i] = self._positions(batch, i, near, mine)
+                found.append(mine)
+            else:
+                segment = near.pieces.segment_tokens
+                found.append([pick_all(m, first, near.end, first, segment, phantom) for m in members])
+        return found
+
+    async def _select(self, layer: int, batch: Batch, nears: Sequence[NearRequest]) -> dict[int, list[Int64]]:
+        """The best clusters of each KV head, best first, of each request that has any."""
+        engine, shape = self._engine, self._engine.shape
+        heads, slot = shape.num_kv_heads, (layer % LAYERS_UNDER_WAY, batch.part)
+        which = [i for i, near in enumerate(nears) if near.centroids.known(layer)]
+        if not which:
+            return {}
+        known = [nears[i].centroids.known(layer) for i in which]
+        wanted = [max(round(self._budget * count), 1) for count in known]
+        empty = [max(m.num_empty for m in nears[i].centroids.members(layer)) for i in which]
+        each = [min(w + e, n) for w, e, n in zip(wanted, empty, known, strict=True)]
+        most, lengths = max(each), np.repeat(np.array(known, dtype=np.int64), heads)
+        scores = self._scratch.at("scores", engine.dense.memory, slot, int(lengths.sum()) * 4)
+        indices = self._scratch.at("indices", engine.dense.memory, slot, len(lengths) * most * 8)
+        runs = np.array([(i, h, 0) for i in range(len(which)) for h in range(heads)], dtype=np.int64)
+        stores = [nears[i].centroids for i in which]
+        args = Score(
+            len(which), heads, shape.group, shape.head_dim, "mean", "softmax", runs,
+            stores[0].dtype, batch.scale,  # type: ignore[arg-type]  # centroids are of float types
+        )  # fmt: skip
+        queries = part_of(batch, which).queries
+        summaries = tuple(store.segment(layer) for store in stores)
+        done = engine.launch(engine.dense, args, ((queries,), summaries), ((scores,),), [batch.ready])
+        engine.stages.mark(done, "select")
+        done = engine.launch(engine.dense, Topk(most, lengths), ((scores,),), ((indices,),), [done])
+        asked = []
+        for number, i in enumerate(which):
+            name, near = batch.requests[i].name, nears[i]
+            first = np.full(heads, near.pieces.first, dtype=np.int64)
+            step, mine = int(batch.positions[i, 0]), lengths[number * heads : (number + 1) * heads]
+            question = Question(
+                f"select {name}", layer, (name,), step, mine, first, near.pieces.cluster_tokens, each[number]
+            )
+            starts = (number * heads + np.arange(heads, dtype=np.int64)) * most * 8
+            asked.append((Segment(indices.region, Spans.equal(starts, each[number] * 8)), question))
+        answers = await engine.decide_each(asked, [done])
+        orders = {}
+        for i, answer, count in zip(which, answers, wanted, strict=True):
+            members = nears[i].centroids.members(layer)
+            orders[i] = [_some(m.sizes, order[order >= 0], count) for m, order in zip(members, answer, strict=True)]
+        return orders
+
+    def _positions(self, batch: Batch, i: int, near: NearRequest, picked: Sequence[Picked]) -> list[Int64]:
+        """The positions that each KV head attends, for the oracle."""
+        sinks = np.arange(near.pieces.first)
+        rest = np.arange(near.end, int(batch.positions[i, -1]) + 1)
+        return [np.concatenate((sinks, mine.positions, rest)) for mine in picked]
+
+    # -- here ---------------------------------------------------------------------------------------------------------
+
+    def _roots_here(self, batch: Batch, nears: Sequence[NearRequest]) -> Int64:
+        heads = range(self._engine.shape.num_kv_heads)
+        return _table(
+            (i, head, *node)
+            for i, near in enumerate(nears)
+            for head in heads
+            for node in near.cut(int(batch.positions[i, -1]) + 1, self._engine.shape.split_tokens).here
+        )
+
+    def _attend_here(
+        self,
+        layer: int,
+        batch: Batch,
+        nears: Sequence[NearRequest],
+        roots: Int64,
+        states: Segment,
+        appended: Completion,
+    ) -> Completion:
+        """Sinks, newest rows, and what is not published yet."""
+        engine, shape = self._engine, self._engine.shape
+        parts = []
+        for i, (request, near) in enumerate(zip(batch.requests, nears, strict=True)):
+            count = request.blocks.num_blocks(layer)
+            first, end = near.pieces.first // shape.block_tokens, near.end // shape.block_tokens
+            blocks = np.concatenate((np.arange(min(first, count)), np.arange(end, count)))
+            heads = np.repeat(np.arange(shape.num_kv_heads, dtype=np.int64), len(blocks))
+            parts.append(request.blocks.rows(layer, heads, np.tile(blocks, shape.num_kv_heads), i))
+        after = [batch.ready, appended]
+        return engine.attend(
+            engine.dense, batch.queries, join(parts), batch.positions, batch.scale, roots, states, after
+        )
+
+    # -- near ---------------------------------------------------------------------------------------------------------
+
+    def _groups(
+        self, layer: int, batch: Batch, nears: Sequence[NearRequest], picked: Sequence[list[Picked] | None]
+    ) -> list[_Group]:
+        groups: dict[tuple[str, bytes], _Group] = {}
+        for i, (near, mine) in enumerate(zip(nears, picked, strict=True)):
+            if mine is None:
+                continue
+            cut = near.cut(int(batch.positions[i, -1]) + 1, self._engine.shape.split_tokens)
+            for share, nodes in zip(near.rows.shares, cut.shares, strict=True):
+                key = (share.lane.memory, share.share.heads.tobytes())
+                group = groups.setdefault(key, _Group(share.lane, share.share.heads))
+                rows = near.rows.operands(share, layer, len(group.members), mine)
+                if len(rows.runs):
+                    roots = _table((i, head, *node) for head in share.share.heads.tolist() for node in nodes)
+                    group.members.append((i, share, rows, roots))
+        return [group for group in groups.values() if group.members]
+
+    def _attend_near(
+        self, batch: Batch, group: _Group, home: Segment, slot: tuple[int, int], after: list[Completion]
+    ) -> Completion:
+        """Queries of the group's heads there, its states back."""
+        engine, lane = self._engine, group.lane
+        queries = self._queries_of(batch, [i for i, *_ in group.members], group.heads)
+        use = f"{int(group.heads[0])}"
+        there = self._scratch.at(f"queries {use}", lane.memory, slot, queries.spans.nbytes)
+        copied = engine.stages.mark(engine.copy(queries, there, [batch.ready, *after]), "queries")
+        states = self._scratch.at(f"states {use}", lane.memory, slot, home.spans.nbytes)
+        launch = self._launch(batch, group, there, states)
+        done = engine.stages.mark(lane.submit(launch, [copied]), "near")
+        return engine.stages.mark(engine.copy(states, home, [done]), "states")
+
+    def _launch(self, batch: Batch, group: _Group, queries: Segment, states: Segment) -> Launch:
+        shape = self._engine.shape
+        rows = join([rows for _, _, rows, _ in group.members])
+        roots = group.roots.copy()
+        numbers = np.repeat(np.arange(len(group.members)), [len(roots) for *_, roots in group.members])
+        roots[:, 0], roots[:, 1] = numbers, roots[:, 1] - group.heads[0]
+        args = Attend(
+            shape.dtype,
+            len(group.members),
+            len(group.heads),
+            shape.group,
+            batch.q_len,
+            shape.head_dim,
+            shape.head_dim_v,
+            batch.scale,
+            shape.split_tokens,
+            rows.runs,
+            batch.positions[[i for i, *_ in group.members]],
+            roots,
+        )
+        return Launch(args, ((queries,), rows.keys, rows.values), ((states,),))
+
+    def _queries_of(self, batch: Batch, which: Sequence[int], heads: Int64) -> Segment:
+        """The queries of these requests and KV heads, which are neighbours: a span for each new token."""
+        shape = self._engine.shape
+        row = shape.group * shape.head_dim * 4
+        width = shape.num_kv_heads * row * batch.q_len
+        offsets = np.concatenate(
+            [_offset(batch.queries, i, width) + np.arange(batch.q_len) * (width // batch.q_len) for i in which]
+        )
+        return Segment(batch.queries.region, Spans.equal(offsets + int(heads[0]) * row, len(heads) * row))
+
+    async def _settle(self, batch: Batch, groups: Sequence[_Group], copies: Sequence[Completion]) -> set[int]:
+        """Wait for what is near; the numbers of requests whose devices failed, which have been told."""
+        lost: set[int] = set()
+        for group, copy in zip(groups, copies, strict=True):
+            try:
+                await copy
+            except DeviceError as error:
+                for i, *_ in group.members:
+                    batch.requests[i].fail(error)
+                    lost.add(i)
+        return lost
+
+    def _without(
+        self, lost: set[int], tables: list[Int64], places: list[Segment], q_len: int
+    ) -> tuple[list[Int64], list[Segment]]:
+        """The states of requests that are left: their roots, and where they lie."""
+        size = self._engine.state_nbytes(1, q_len)
+        kept, where = [], []
+        for roots, place in zip(tables, places, strict=True):
+            left = np.flatnonzero(~np.isin(roots[:, 0], list(lost)))
+            kept.append(roots[left])
+            start = int(place.spans.array[0, 0]) if len(place.spans.array) else 0
+            where.append(Segment(place.region, Spans.equal(start + left * size, size)))
+        return kept, where
+
+    # -- streamed -----------------------------------------------------------------------------------------------------
+
+    def _is_streamed(self, layer: int, batch: Batch, i: int, near: NearRequest) -> bool:
+        """Whether copying all rows is faster than attending to them near the memory, as the devices estimate it."""
+        if near.end == near.pieces.first:
+            return False
+        key = (near.end, batch.q_len)
+        if near.streams is None or near.streams[0] != key:
+            near.streams = key, self._estimate(layer, batch, i, near)
+        return near.streams[1]
+
+    def _estimate(self, layer: int, batch: Batch, i: int, near: NearRequest) -> bool:
+        members, first, segment = near.centroids.members(layer), near.pieces.first, near.pieces.segment_tokens
+        everything = [pick_all(m, first, near.end, first, segment, True) for m in members]
+        one = replace(batch, requests=[batch.requests[i]], positions=batch.positions[i : i + 1])
+        near_ns = copy_ns = 0
+        for group in self._groups(layer, one, [near], [everything]):
+            queries = self._scratch.at(
+                "queries", group.lane.memory, "estimate", self._queries_of(batch, [i], group.heads).spans.nbytes
+            )
+            nbytes = self._engine.state_nbytes(len(group.roots), batch.q_len)
+            states = self._scratch.at("states", group.lane.memory, "estimate", nbytes)
+            try:
+                estimate = group.lane.device.estimate(self._launch(one, group, queries, states), group.lane.queue)
+            except Unsupported:
+                return True
+            near_ns = max(near_ns, estimate.duration_ns)
+        some = min(near.end, first + STREAMED) - first
+        for source, target in self._copies(layer, near, first, first + some):
+            lane = self._engine.mover(source.region.memory, target.region.memory)
+            if lane is not None:
+                copy_ns += lane.device.estimate(Copy(source, target), lane.queue).duration_ns
+        return copy_ns * (near.end - first) < near_ns * some
+
+    def _slices(self, batch: Batch, i: int, near: NearRequest) -> list[tuple[int, int, Int64]]:
+        """Rows [low, high) that are streamed together, whole segments, and the roots of each."""
+        shape, piece = self._engine.shape, near.pieces
+        step, last, found = _step(piece.segment_tokens), int(batch.positions[i, -1]) // shape.split_tokens, []
+        for start in range(0, near.end, step):
+            low, high = max(start, piece.first), min(start + step, near.end)
+            splits = [row // shape.split_tokens for row in (low, high)]
+            others = [*range(splits[0]), *range(splits[1], last + 1)]
+            nodes = cover(list(range(*splits)), others)
+            found.append((low, high, _table((i, h, *node) for h in range(shape.num_kv_heads) for node in nodes)))
+        return found
+
+    def _stream(
+        self,
+        layer: int,
+        batch: Batch,
+        i: int,
+        near: NearRequest,
+        low: int,
+        high: int,
+        roots: Int64,
+        states: Segment,
+    ) -> Completion:
+        """Copy rows [low, high) to where the modules run, and attend over them there."""
+        engine, shape = self._engine, self._engine.shape
+        half = low // _step(near.pieces.segment_tokens) % 2
+        before = [self._readers[half]] if half in self._readers else []
+        copies = [
+            engine.stages.mark(engine.copy(source, target, before), "stream")
+            for source, target in self._copies(layer, near, low, high)
+        ]
+        members = near.centroids.members(layer)
+        first, segment = near.pieces.first, near.pieces.segment_tokens
+        rows = [pick_all(m, low, high, first, segment, engine.phantom) for m in members]
+        heads = np.repeat(np.arange(shape.num_kv_heads, dtype=np.int64), [len(mine.rows) for mine in rows])
+        positions, row, count = (np.concatenate([mine[k] for mine in rows]) for k in range(3))
+        runs = np.stack((np.zeros_like(heads), heads, positions), axis=1)
+        space, sides = self._space(near, half), list[Segment]()
+        for side in (K, V):
+            size = shape.row_nbytes(side)
+            start = side * shape.num_kv_heads * (high - low) * shape.row_nbytes(K)
+            offsets = start + (heads * (high - low) + row - low) * size
+            sides.append(Segment(space.region, Spans(np.stack((offsets, count * size), axis=1))))
+        mine = roots.copy()
+        mine[:, 0] = 0
+        queries = part_of(batch, [i]).queries
+        done = engine.attend(
+            engine.dense,
+            queries,
+            Rows(runs, (sides[0],), (sides[1],)),
+            batch.positions[i : i + 1],
+            batch.scale,
+            mine,
+            states,
+            [batch.ready, *copies],
+        )
+        self._readers[half] = done
+        return done
+
+    def _space(self, near: NearRequest, half: int) -> Segment:
+        shape = self._engine.shape
+        nbytes = _step(near.pieces.segment_tokens) * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
+        return self._scratch.at("streamed", self._engine.dense.memory, half, nbytes)
+
+    def _copies(self, layer: int, near: NearRequest, low: int, high: int) -> list[tuple[Segment, Segment]]:
+        """What is copied for rows [low, high): from each share, to their places by side, head and row."""
+        shape, segment = self._engine.shape, near.pieces.segment_tokens
+        space, found = self._space(near, low // _step(segment) % 2), []
+        for share in near.rows.shares:
+            sources, targets = [], []
+            for side in (K, V):
+                size = shape.row_nbytes(side)
+                start = side * shape.num_kv_heads * (high - low) * shape.row_nbytes(K)
+                for number in range(low // segment, -(-high // segment)):
+                    a, b = max(number * segment, low), min((number + 1) * segment, high)
+                    source = near.rows.stretch(share, layer, side, a, b)
+                    if source is not None:
+                        sources.append(source.spans.array)
+                        offsets = start + (share.share.heads * (high - low) + a - low) * size
+                        targets.append(np.stack((offsets, np.full_like(offsets, (b - a) * size)), axis=1))
+            if sources:
+                there, here = Spans(np.concatenate(sources)), Spans(np.concatenate(targets))
+                found.append((Segment(share.region, there), Segment(space.region, here)))
+        return found
+
+
+def part_of(batch: Batch, which: Sequence[int]) -> Batch:
+    """Some requests of a batch, by their numbers, as a batch."""
+    if list(which) == list(range(len(batch.requests))):
+        return batch
+    n = len(batch.requests)
+
+    def some(segment: Segment) -> Segment:
+        size = segment.spans.nbytes // n
+        return Segment(segment.region, Spans.equal(np.array([_offset(segment, i, size) for i in which]), size))
+
+    return replace(
+        batch,
+        requests=[batch.requests[i] for i in which],
+        positions=batch.positions[list(which)],
+        queries=some(batch.queries),
+        new_keys=some(batch.new_keys),
+        new_values=some(batch.new_values),
+        output=some(batch.output),
+        attended=[None] * len(which),
+        attended_rows=[None] * len(which),
+        predicted=[None] * len(which),
+    )
+
+
+def _step(segment_tokens: int) -> int:
+    """Rows that are streamed together: whole segments."""
+    return max(STREAMED // segment_tokens, 1) * segment_tokens
+
+
+def _offset(segment: Segment, i: int, size: int) -> int:
+    """Where the i-th of equal parts of a segment begins, which is one span or has one for each of them."""
+    spans = segment.spans.array
+    return int(spans[0, 0]) + i * size if len(spans) == 1 else int(spans[i, 0])
+
+
+def _some(sizes: Int64, order: Int64, count: int) -> Int64:
+    """The first `count` clusters that have rows."""
+    return order[sizes[order] > 0][:count]
+
+
+def _table(rows: object) -> Int64:
+    return np.array(list(rows), dtype=np.int64).reshape(-1, 4)  # type: ignore[call-overload]  # an iterable

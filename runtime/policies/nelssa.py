@@ -1,0 +1,505 @@
+"""NELSSA: short requests on the GPU, long ones on near-memory processors (arXiv 2607.26633, MICRO 2026).
+
+Requests shorter than a threshold are attended densely on the GPU, the others sparsely by processors next to the memory
+that holds their KV cache. One global batch goes through projections and MLP; attention alone branches, and its results
+are joined by states (near_attention.py). Long requests keep attention sinks, the newest rows and centroids on the GPU;
+their other rows are clustered and lie in near memories, divided by KV head (near_partition.py).
+
+The threshold is where Eq. 3 sees the two branches meet (crossover.py), applied when a request comes and in every step.
+A request that approaches it is copied in the background, piece by piece, `migrate_tokens` tokens of all layers per
+step, while it is decoded on the GPU as before; between two steps it is handed over, one way, and nothing is computed
+again.
+When the GPU runs out of blocks the longest of its requests are handed over, however short they are; when near memories
+are full, requests stay on the GPU as long as it has room. With `budget` 1, and without near memories in use, every row
+is attended and the result is that of dense attention.
+
+Where the paper is silent, or this deviates:
+
+- Sinks are rounded up to whole blocks, since placements are cut at the borders of splits only.
+- Which device attends over which states of the merge tree is fixed by positions, so results do not depend on who has
+  what; a device returns a state per node, 10 to 20 of them, and not one per head.
+- A segment of the index ends at multiples of `segment_tokens`; the paper's code divides each prompt evenly. Keys are
+  not centred on their mean before they are clustered. Centroids are scored by the softmax of the published code.
+- Steps of several tokens (chunks of prompts, later turns) attend densely, near the memory or streamed to the GPU.
+- A migration begins when a request has come within an eighth of the threshold.
+- The closed loop (`adaptive`) is this policy's own: the paper leaves it to future work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tierloop.devices.completion import Completion
+from tierloop.devices.errors import ConfigurationError, DeviceError, Gone
+from tierloop.devices.kernels.contract import ITEMSIZE
+from tierloop.runtime.blocks import K, Pool, TierTooSmall, V
+from tierloop.runtime.centroids import Centroids
+from tierloop.runtime.clusters import check_clusters
+from tierloop.runtime.decisions import Grouping
+from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
+from tierloop.runtime.engine import Engine, Lane
+from tierloop.runtime.in_place import InPlaceAttention
+from tierloop.runtime.near_attention import NearAttention, part_of
+from tierloop.runtime.near_partition import PARTITIONS, divide
+from tierloop.runtime.near_request import NearRequest, Piece, Pieces
+from tierloop.runtime.near_rows import NearRows, num_segments
+from tierloop.runtime.near_writer import NearWriter, centroid_dtype
+from tierloop.runtime.paged_blocks import PagedBlocks
+from tierloop.runtime.policy import (
+    Batch,
+    Int64,
+    Policy,
+    Request,
+    number,
+    share_above_zero,
+    switched_off,
+    whole_numbers,
+)
+from tierloop.runtime.stages import Float32
+
+LEAD = 8
+"""A migration begins when a request has this part of the threshold left to grow: an eighth."""
+TAIL_SEGMENTS = 2
+"""Segments of rows that wait on the GPU to be written, at most; then chunks of the prompt wait."""
+
+
+class Nelssa(Policy):
+    """Attends requests of `threshold_tokens` and more near the memory, `budget` (0 to 1) of their clusters."""
+
+    name: ClassVar[str] = "nelssa"
+    exact: ClassVar[bool] = False
+    serves: ClassVar[bool] = True
+    mechanisms: ClassVar[tuple[str, ...]] = ("near", "migration", "sparsity", "partition", "overlap")
+
+    def __init__(
+        self,
+        engine: Engine,
+        budget: float = 0.04,
+        threshold_tokens: int = 0,
+        threshold_scale: float = 1.0,
+        adaptive: bool = False,
+        sink_tokens: int = 16,
+        local_tokens: int = 64,
+        cluster_tokens: int = 16,
+        segment_tokens: int = 8192,
+        update_tokens: int = 1024,
+        iterations: int = 10,
+        partition: str = "head",
+        near: Sequence[str] = (),
+        migrate_tokens: int = 1024,
+        watermark: float = 0.05,
+        index_share: float = 0.25,
+        without: Sequence[str] = (),
+    ) -> None:
+        super().__init__(engine)
+        self.without = off = switched_off(type(self), without)
+        share_above_zero(self.name, budget)
+        whole_numbers(
+            self.name,
+            {
+                "threshold_tokens": (threshold_tokens, 0),
+                "sink_tokens": (sink_tokens, 0),
+                "local_tokens": (local_tokens, 1),
+                "cluster_tokens": (cluster_tokens, 1),
+                "segment_tokens": (segment_tokens, 1),
+                "update_tokens": (update_tokens, 1),
+                "iterations": (iterations, 0, 1000),
+                "migrate_tokens": (migrate_tokens, 1),
+            },
+        )
+        number("nelssa: threshold_scale", threshold_scale, 0.01, 100)
+        number("nelssa: watermark", watermark, 0, 0.5)
+        number("nelssa: index_share", index_share, 0, 0.9)
+        self._index_share = index_share
+        if not isinstance(adaptive, bool):
+            raise ConfigurationError(f"nelssa: adaptive is {adaptive!r}; it must be true or false")
+        if partition not in PARTITIONS:
+            raise ConfigurationError(f"nelssa: partition is {partition!r}; it must be one of {', '.join(PARTITIONS)}")
+        if segment_tokens < cluster_tokens or update_tokens < cluster_tokens:
+            raise ConfigurationError(
+                f"nelssa: segment_tokens is {segment_tokens} and update_tokens {update_tokens}; both must be at least "
+                f"cluster_tokens, which is {cluster_tokens}"
+            )
+        self._pieces = Pieces.rounded(
+            self.shape,
+            int(sink_tokens),
+            int(local_tokens),
+            int(segment_tokens),
+            int(update_tokens),
+            int(cluster_tokens),
+        )
+        self._budget = 1.0 if "sparsity" in off else budget
+        self._partition = partition
+        self._lanes = [] if "near" in off else self._near_lanes(near)
+        if "partition" in off:
+            self._lanes = self._lanes[:1]
+        if self._lanes:
+            check_clusters(engine)
+            divide(partition, len(self._lanes), self.shape.num_kv_heads, 1, [0])
+        self._migrate = "migration" not in off
+        self._overlap = "overlap" not in off
+        self._migrate_tokens = int(migrate_tokens)
+        self._watermark = watermark
+        self._blocks: PagedBlocks | None = None
+        self._attention = InPlaceAttention(engine)
+        self._attention.check([engine.dense.memory])
+        self._near = NearAttention(engine, self._budget)
+        longest = max(self._pieces.segment_tokens, self._pieces.update_tokens)
+        self._writer = NearWriter(engine, longest, int(cluster_tokens), int(iterations))
+        self._threshold = float(threshold_tokens) * threshold_scale
+        self._requests: list[Request] = []
+        self._credit = 0
+        self._counts = dict.fromkeys(("gpu", "near", "migrated", "forced", "refused"), 0)
+
+    # -- devices ------------------------------------------------------------------------------------------------------
+
+    def _near_lanes(self, names: Sequence[str]) -> list[Lane]:
+        """Who attends near which memory: those named, or all PNM memories."""
+        engine = self.engine
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise ConfigurationError(f"nelssa: near is {names!r}; it must be a list of memories")
+        known = [m.name for m in engine.memories() if m.name != engine.dense.memory]
+        wanted = list(names) or [m.name for m in engine.memories("pnm")]
+        if not wanted:
+            raise ConfigurationError(
+                f"nelssa: platform {engine.platform.name} has no pnm memory; name others in `near` "
+                f"({', '.join(known)}), or switch them off (without near)"
+            )
+        lanes = []
+        for name in wanted:
+            if name not in known:
+                raise ConfigurationError(f"nelssa: near {name!r}: it must be one of {', '.join(known) or 'none'}")
+            lane = engine.runner("attend", name)
+            if lane is None:
+                raise ConfigurationError(f"nelssa: nobody attends over {self.shape.dtype} rows on {name}")
+            lanes.append(lane)
+        if len(set(wanted)) < len(wanted):
+            raise ConfigurationError(f"nelssa: near names a memory twice: {', '.join(wanted)}")
+        return lanes
+
+    @property
+    def blocks(self) -> PagedBlocks:
+        """The GPU's pool, made when the first request comes: by then everybody else has taken what they need."""
+        if self._blocks is None:
+            self._blocks = PagedBlocks(self.engine, reserved=self._index_nbytes())
+        return self._blocks
+
+    def _index_nbytes(self) -> int:
+        """Bytes of the centroids of all rows that near memories hold, and at most `index_share` of the room."""
+        shape, engine = self.shape, self.engine
+        row = shape.row_nbytes(K) + shape.row_nbytes(V)
+        rows = sum(max(engine.room(lane.memory), 0) for lane in self._lanes) // row
+        item = ITEMSIZE[centroid_dtype(shape.dtype)]
+        needed = rows // self._pieces.cluster_tokens * shape.head_dim * item
+        return min(needed + needed // 8, int(self._index_share * max(engine.room(engine.dense.memory), 0)))
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    async def admit(self, request: Request) -> None:
+        tokens = len(request.tokens)
+        is_long = bool(self._lanes) and self._threshold <= tokens
+        refusals: list[TierTooSmall] = []
+        for near in (True, False) if is_long else (False, True):
+            try:
+                if near:
+                    self._admit_near(request, tokens)
+                else:
+                    self.blocks.admit(request, tokens)
+                break
+            except TierTooSmall as error:
+                refusals.append(error)
+        else:
+            self._counts["refused"] += 1
+            raise TierTooSmall("; and ".join(map(str, refusals)))
+        self._counts["near" if near else "gpu"] += 1
+        self._requests.append(request)
+
+    def _admit_near(self, request: Request, tokens: int) -> None:
+        if not self._lanes:
+            raise TierTooSmall(f"{request.name} has no near memory to go to")
+        pieces = self._pieces
+        if pieces.room(tokens) == pieces.first and self._threshold > tokens:
+            raise TierTooSmall(f"{request.name} is too short to be clustered")
+        here = min(tokens, pieces.first + pieces.local_tokens + pieces.block_tokens)
+        self.blocks.admit(request, here)
+        request.state["near"] = self._open(request, attends=True)
+
+    def _open(self, request: Request, attends: bool) -> NearRequest:
+        """Take what the request needs in near memories and for its centroids. Raises TierTooSmall."""
+        pieces, most = self._pieces, request.max_tokens
+        last = max(pieces.room(most), pieces.first + 1)
+        width, name = pieces.most_clusters(most), request.name
+        centroids = Centroids(
+            self.engine, width, pieces.first, f"centroids of {name}", centroid_dtype(self.shape.dtype)
+        )
+        try:
+            segments = num_segments(last, pieces.segment_tokens)
+            by_room = sorted(range(len(self._lanes)), key=lambda d: -self.engine.room(self._lanes[d].memory))
+            shares = divide(self._partition, len(self._lanes), self.shape.num_kv_heads, segments, by_room)
+            rows = NearRows(self.engine, self._lanes, shares, pieces.segment_tokens, pieces.first, last, name)
+        except BaseException:
+            centroids.close()
+            raise
+        return NearRequest(name, request.prompt_tokens, pieces, centroids, rows, attends)
+
+    async def release(self, request: Request) -> None:
+        if request in self._requests:
+            self._requests.remove(request)
+        near = request.state.get("near")
+        try:
+            if near is not None:
+                await self._close(near)
+        finally:
+            if self._blocks is not None:
+                self._blocks.release(request)
+            await super().release(request)
+
+    async def _close(self, near: NearRequest) -> None:
+        near.closing = True
+        for piece in list(near.under_way):
+            for task in piece.tasks:
+                await task
+        near.centroids.close()
+        near.rows.close()
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
+        near, shape = _near(request), self.shape
+        if near is None:
+            self.grow(request, request.max_tokens)
+            await super().place(request, layer, keys, values)
+            return
+        if layer == 0:
+            end = near.pieces.room(keys.shape[1])
+            self.blocks.grow(request, min(near.pieces.first, request.max_tokens))
+            self.blocks.skip(request, end // shape.block_tokens)
+            self.blocks.grow(request, request.max_tokens)
+        await super().place(request, layer, keys, values)
+        if layer == 0:
+            self._start_pieces(request, near)
+        if not self.engine.phantom:
+            scales = None if request.blocks.scales is None else request.blocks.scales.values[layer]
+            stored = [keys_to_bytes(keys, shape.dtype, scales), values_to_bytes(values, shape.dtype)]
+            of_keys, of_values = (rows.reshape(shape.num_kv_heads, keys.shape[1], -1) for rows in stored)
+            for piece in near.under_way:
+                low, high = piece.low, piece.high
+                await self._writer.write_rows(near, piece, layer, of_keys[:, low:high], of_values[:, low:high])
+        if layer + 1 == shape.num_layers:
+            for piece in list(near.under_way):
+                if self.engine.phantom:
+                    self._pretend(near, piece)
+                near.publish(piece)
+
+    def _pretend(self, near: NearRequest, piece: Piece) -> None:
+        """A prompt of a phantom run that is there from the beginning: nothing is written, and no time passes."""
+        rows, heads = piece.high - piece.low, self.shape.num_kv_heads
+        for layer in range(self.shape.num_layers):
+            grouping = Grouping(f"clusters {near.name}", layer, near.name, piece.high, heads, rows, piece.clusters)
+            piece.labels[layer] = self.engine.grouped(grouping)
+        piece.waiting.clear()
+
+    def grow(self, request: Request, num_tokens: int) -> None:
+        self.blocks.grow(request, num_tokens)
+
+    def is_ready(self, request: Request) -> bool:
+        near = _near(request)
+        if near is None or request.table is None:
+            return True
+        waiting = int(request.table.length[0]) - near.end
+        return waiting <= TAIL_SEGMENTS * near.pieces.segment_tokens or not self._due(request, near)
+
+    async def something_moved(self) -> None:
+        await self._writer.written
+        await self.step_begins([])
+
+    async def prompt_is_stored(self, request: Request) -> None:
+        near = _near(request)
+        if near is None or not near.attends:
+            return
+        self._start_pieces(request, near)
+        for piece in list(near.under_way):
+            self._writer.begin(near, request.blocks, piece, len(piece.waiting))
+            for task in piece.tasks:
+                await task
+        if near.error is not None:
+            raise near.error
+
+    def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
+        return []  # they have their places since `grow`
+
+    # -- between steps ------------------------------------------------------------------------------------------------
+
+    async def step_begins(self, requests: Sequence[Request]) -> None:
+        for request in self._requests:
+            near = _near(request)
+            if near is None:
+                continue
+            if near.error is not None:
+                await self._give_up(request, near)
+                continue
+            self._publish(request, near)
+            if not near.attends and not self._due(request, near) and not near.under_way:
+                self._hand_over(request, near)
+        if self._migrate and self._lanes:
+            self._begin_migrations()
+        migrating = []
+        for request in self._requests:
+            near = _near(request)
+            if near is not None and near.error is None:
+                self._start_pieces(request, near)
+                if near.attends:
+                    for piece in near.under_way:
+                        self._writer.begin(near, request.blocks, piece, len(piece.waiting))
+                else:
+                    migrating += [(request, near, piece) for piece in near.under_way if piece.waiting]
+        self._spend(migrating)
+
+    def _spend(self, migrating: list[tuple[Request, NearRequest, Piece]]) -> None:
+        """Let as many layers of migrating pieces be written as `migrate_tokens` of all layers in this step allow."""
+        if not migrating:
+            self._credit = 0
+            return
+        self._credit += self._migrate_tokens * self.shape.num_layers
+        for request, near, piece in migrating:
+            while piece.waiting and self._credit >= piece.high - piece.low:
+                self._credit -= piece.high - piece.low
+                self._writer.begin(near, request.blocks, piece, 1)
+            if piece.waiting:
+                return
+
+    def _due(self, request: Request, near: NearRequest) -> bool:
+        """Whether rows of the request could be clustered that are not."""
+        stored = int(request.blocks.length[0])
+        return near.pieces.next(near.started, stored, near.prompt_tokens) is not None
+
+    def _start_pieces(self, request: Request, near: NearRequest) -> None:
+        stored = int(request.blocks.length[0])
+        while (high := near.pieces.next(near.started, stored, near.prompt_tokens)) is not None:
+            self._writer.start(near, near.started, high)
+
+    def _publish(self, request: Request, near: NearRequest) -> None:
+        """Pieces that were written in all layers are read from now on, and their blocks on the GPU given back."""
+        for piece in list(near.under_way):
+            if len(piece.labels) < self.shape.num_layers:
+                return
+            near.publish(piece)
+            if near.attends:
+                self._give_blocks(request, piece.low, piece.high)
+
+    def _give_blocks(self, request: Request, low: int, high: int) -> None:
+        self.blocks.give(request, low // self.shape.block_tokens, high // self.shape.block_tokens)
+
+    async def _give_up(self, request: Request, near: NearRequest) -> None:
+        """What was being written failed: a request that is there fails, one that was to move stays."""
+        error = near.error
+        assert error is not None, "it failed"
+        self._lost(error)
+        if near.attends:
+            request.fail(error)
+            return
+        del request.state["near"]
+        await self._close(near)
+
+    def _lost(self, error: DeviceError) -> None:
+        """A device is gone: requests that come from now on are divided over the others."""
+        cause = error.__cause__ if isinstance(error.__cause__, DeviceError) else error
+        if isinstance(cause, Gone):
+            self._lanes = [lane for lane in self._lanes if lane.device.info.name != cause.device]
+
+    # -- migration ----------------------------------------------------------------------------------------------------
+
+    def _begin_migrations(self) -> None:
+        """Have requests copied that approach the threshold, and the longest ones where the GPU gets full."""
+        blocks = self.blocks
+        here = [r for r in self._requests if _near(r) is None and r.table is not None]
+        for request in here:
+            if int(request.blocks.length[0]) * (1 + 1 / LEAD) >= self._threshold:
+                self._begin(request, forced=False)
+        low = blocks.free < self._watermark * blocks.pool.num_slots
+        if low and not any(n is not None and not n.attends for n in map(_near, self._requests)):
+            here = [r for r in here if _near(r) is None]
+            for request in sorted(here, key=lambda r: -int(r.blocks.length[0])):
+                if self._pieces.next(self._pieces.first, int(request.blocks.length[0]), request.prompt_tokens):
+                    self._begin(request, forced=True)
+                    break
+
+    def _begin(self, request: Request, forced: bool) -> None:
+        stored = int(request.blocks.length[0])
+        if self._pieces.next(self._pieces.first, stored, request.prompt_tokens) is None:
+            return
+        try:
+            near = self._open(request, attends=False)
+        except TierTooSmall:
+            self._counts["refused"] += 1  # it stays where it is
+            return
+        near.forced = forced
+        request.state["near"] = near
+        self._counts["forced"] += forced
+
+    def _hand_over(self, request: Request, near: NearRequest) -> None:
+        """The request has been copied as far as it goes: from the next step on it is attended there."""
+        if not near.forced and int(request.blocks.length[0]) < self._threshold:
+            return
+        near.attends = True
+        request.migrations += 1
+        self._counts["migrated"] += 1
+        self._give_blocks(request, near.pieces.first, near.end)
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    async def attend(self, layer: int, batch: Batch) -> list[Completion]:
+        self.open_blocks(layer, batch)
+        appended = self.append(layer, batch)
+        nears = [_near(r) for r in batch.requests]
+        there = [i for i, n in enumerate(nears) if n is not None and n.attends]
+        here = [i for i in range(len(nears)) if i not in there]
+        done = self._attention.attend(layer, part_of(batch, here), appended) if here else []
+        if there:
+            mine = part_of(batch, there)
+            held = [n for n in nears if n is not None and n.attends]
+            after = [] if self._overlap else done
+            done = [*done, *await self._near.attend(layer, mine, appended, held, after)]
+            for number, i in enumerate(there):
+                batch.attended_rows[i] = mine.attended_rows[number]
+                failure = batch.requests[i].failure
+                if failure is not None:
+                    self._lost(failure)
+        return done
+
+    def frees(self, request: Request) -> bool:
+        near = _near(request)
+        return near is None or not near.attends
+
+    def free_nbytes(self) -> dict[str, int]:
+        room = {lane.memory: max(self.engine.room(lane.memory), 0) for lane in self._lanes}
+        return {self.blocks.memory: self.blocks.free * self.blocks.pool.slot_nbytes} | room
+
+    def placement(self, request: Request) -> dict[str, int]:
+        held = super().placement(request)
+        near = _near(request)
+        for memory, nbytes in ({} if near is None else near.rows.nbytes()).items():
+            held[memory] = held.get(memory, 0) + nbytes
+        return held
+
+    async def swap_out(self, request: Request) -> None:
+        if _near(request) is not None:
+            raise TierTooSmall(f"{request.name} is on its way to near memories, and is not swapped")
+        await self.blocks.swap_out(request)
+
+    async def swap_in(self, request: Request) -> None:
+        await self.blocks.swap_in(request)
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "threshold_tokens": self._threshold,
+            "selected_rows": self._near.selected,
+            "requests": dict(self._counts),
+            "devices": [lane.memory for lane in self._lanes],
+        }
+
+
+def _near(request: Request) -> NearRequest | None:
+    near: NearRequest | None = request.state.get("near")
+    return near

@@ -71,6 +71,10 @@ class PagedBlocks:
         """Slots of so many tokens, all layers, sides and heads."""
         return self.engine.shape.num_blocks(num_tokens) * self.per_block
 
+    def could_hold(self, num_tokens: int) -> bool:
+        """Whether so many tokens could be admitted to an empty pool."""
+        return self.slots(num_tokens) <= self.pool.num_slots - self._kept_back
+
     def admit(self, request: Request, num_tokens: int) -> None:
         """Raise TierTooSmall unless `num_tokens` would fit and leave what is kept back; nothing is taken yet."""
         needed = self.slots(num_tokens)

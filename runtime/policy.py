@@ -200,6 +200,10 @@ class Policy:
     def grow(self, request: Request, num_tokens: int) -> None:
         """Take what the request needs to hold `num_tokens`, where `admit` has not. Raises TierTooSmall."""
 
+    def could_hold(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens could be admitted with nobody else there, as far as the policy knows."""
+        return True
+
     def is_ready(self, request: Request) -> bool:
         """Whether the next chunk of the request's prompt may come; where not, rows are still on their way elsewhere."""
         return True

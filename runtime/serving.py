@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tierloop.devices.errors import ConfigurationError, DeviceError
+from tierloop.devices.errors import ConfigurationError, DeviceError, Unsupported
 from tierloop.runtime.arrivals import Arrival, check
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.decoder import Decoder, Part
@@ -137,6 +137,8 @@ class Server:
                 await self._step(parts)
             elif any(x.stage == "prompt" and not self.policy.is_ready(x.request) for x in self._live):
                 await self.policy.something_moved()
+            elif self._preempted:
+                continue  # there is room now for whoever waits
             elif coming or self._live:
                 self._sample()
                 await self._until(start + sigma * coming[0].at_ns if coming else None)
@@ -190,7 +192,8 @@ class Server:
         try:
             if served.stage == "swapped":
                 await self.policy.swap_in(request)
-                served.stage = "decoding" if served.stored == len(request.tokens) - 1 else "prompt"
+                answering = served.generated > 0 and served.stored == len(request.tokens) - 1
+                served.stage = "decoding" if answering else "prompt"
             else:
                 request.table = self.engine.table(request.max_tokens)
                 await self.policy.admit(request)
@@ -198,11 +201,18 @@ class Server:
         except TierTooSmall as error:
             if served.stage == "waiting":
                 await self.policy.release(request)
-                idle = [each for each in self._live if each.stage == "between turns"]
-                if idle:
-                    await self._preempt(idle[-1])
-                elif not any(each.holds or each.stage == "swapped" for each in self._live):
-                    await self._fail(served, error)
+            idle = [each for each in self._live if each.stage == "between turns"]
+            if not self.policy.could_hold(len(request.tokens)):
+                await self._fail(served, error)
+            elif idle:
+                await self._preempt(max(idle, key=lambda x: x.order))
+            elif not any(each.holds for each in self._live):
+                await self._fail(served, error)
+            return False
+        except DeviceError as error:
+            self._waiting.remove(served)
+            request.fail(error)
+            await self._lost(served)
             return False
         self._waiting.remove(served)
         self._admitted += 1
@@ -240,8 +250,8 @@ class Server:
         if self.rules.preemption == "swap":
             try:
                 await self.policy.swap_out(served.request)
-            except TierTooSmall:
-                pass  # the host's memory is full as well: recompute
+            except (TierTooSmall, Unsupported):
+                pass  # the host's memory is full as well, or the policy cannot: recompute
             else:
                 self.log.preempted(served.name, 0)
                 served.stage = "swapped"
@@ -280,6 +290,9 @@ class Server:
             if await self._admit(served):
                 if served.stage == "prompt":
                     left -= await self._chunk(served, left, chunks)
+                elif await self._make_room(served, served.stored + 1):
+                    decoding.append(served)
+                    left -= 1
             elif self._waiting and self._waiting[0] is served:
                 break
         # Growing may have preempted somebody who was in the step already.
@@ -381,6 +394,7 @@ class Server:
             await self._fail(served, error)
             return
         served.recomputed_after_loss = True
+        self._preempted = True
         self.log.preempted(served.name, served.stored)
         await self._start_again(served)
 

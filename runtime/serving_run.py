@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tierloop.devices.clocks import WallClock
-from tierloop.devices.errors import ConfigurationError, DeviceError, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, DeviceError, OutOfMemory, nearest
 from tierloop.devices.kernels import warm_up
-from tierloop.devices.kernels.contract import DType
+from tierloop.devices.kernels.contract import DTYPES, DType
 from tierloop.devices.platform import Platform
 from tierloop.runtime.arrivals import Arrival
 from tierloop.runtime.arrivals import check as check_arrivals
@@ -27,6 +27,7 @@ from tierloop.runtime.compare import PolicyRequest, find_policy, kv_shape
 from tierloop.runtime.decisions import Decisions
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.drawn_selection import DrawnSelection
+from tierloop.runtime.dtypes import itemsize
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.layer_sample import LayerSample
 from tierloop.runtime.ledger import Ledger
@@ -52,7 +53,8 @@ class Serving:
     """How requests are served: the rules of the loop, and what the KV cache may have of memories.
 
     `utilisation` is the share of the memory where the modules run that weights and KV cache may take together.
-    `block_tokens` are those of a KV block; a phantom run has `layers` of the model's (0: all of them).
+    `block_tokens` are those of a KV block; a phantom run has `layers` of the model's (0: all of them), with weights of
+    `weight_dtype`. Raises ConfigurationError.
     """
 
     rules: ServingRules = field(default_factory=ServingRules)
@@ -61,8 +63,14 @@ class Serving:
     split_tokens: int = 64
     utilisation: float = UTILISATION
     layers: int = 2
+    weight_dtype: DType = "bfloat16"
 
     def __post_init__(self) -> None:
+        for what, dtype in (("kv_dtype", self.kv_dtype), ("weight_dtype", self.weight_dtype)):
+            if dtype not in DTYPES:
+                raise ConfigurationError(f"{what} {dtype!r}: {nearest(str(dtype), sorted(DTYPES))}")
+        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 0:
+            raise ConfigurationError(f"layers are {self.layers!r}; they must be a whole number, at least 0")
         if not 0 < self.utilisation <= 1:
             raise ConfigurationError(f"utilisation is {self.utilisation}; it must be above 0 and at most 1")
 
@@ -89,9 +97,10 @@ def serve_phantom(
     engine = Engine(
         platform, cache_shape(some, how.kv_dtype, how.block_tokens, how.split_tokens), phantom=True, decisions=decisions
     )
+    weight_item = itemsize(how.weight_dtype)
     limits = {m.name: m.capacity for m in engine.memories()}
-    limits[engine.dense.memory] = int(limits[engine.dense.memory] * how.utilisation) - model.weight_nbytes()
-    run = _Run(platform, engine, ShapeStages.of_shape(some), policy, how, arrivals, sample)
+    limits[engine.dense.memory] = int(limits[engine.dense.memory] * how.utilisation) - model.weight_nbytes(weight_item)
+    run = _Run(platform, engine, ShapeStages.of_shape(some, weight_item), policy, how, arrivals, sample)
     result = run.serve({m: int(n / sample.whole) for m, n in limits.items()}, _zeros, frozenset(), progress, observer)
     reasons = _beyond(arrivals, model)
     if sample.whole > 1:

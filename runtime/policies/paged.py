@@ -59,6 +59,9 @@ class Paged(Policy):
         self.open_blocks(layer, batch)
         return self._attention.attend(layer, batch, self.append(layer, batch))
 
+    def could_hold(self, num_tokens: int) -> bool:
+        return self.blocks.could_hold(num_tokens)
+
     async def swap_out(self, request: Request) -> None:
         await self.blocks.swap_out(request)
 

@@ -21,7 +21,6 @@ from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import discover, open_platform
 from tierloop.runtime.arrivals import Arrival, Fixed, Lengths, Lognormal, Mixture, Turn, Uniform, bursts, poisson
-from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.compare import PolicyRequest, find_policy, kv_shape
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
@@ -523,7 +522,10 @@ def test_a_phantom_run_takes_as_long_as_the_real_one(policy: str, preemption: st
 
 LLAMA = find_model("llama-3-8b-1048k")
 MIXED = Mixture(
-    ((0.9, Lengths(Lognormal(500, 0.6, 50, 4000), Uniform(5, 40), "short")), (0.1, Lengths(Fixed(48_000), Fixed(40), "long")))
+    (
+        (0.9, Lengths(Lognormal(500, 0.6, 50, 4000), Uniform(5, 40), "short")),
+        (0.1, Lengths(Fixed(48_000), Fixed(40), "long")),
+    )
 )
 
 

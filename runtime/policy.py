@@ -59,8 +59,8 @@ class Request:
     table: BlockTable | None = None
     model: str = ""
     """Fingerprint of the model's weights, where somebody knows it: what is kept of the request is of this model."""
-    in_steps: bool = False
-    """Whether its prompt goes through the model in steps, where it is served (runtime/serving.py)."""
+    is_served: bool = False
+    """Whether the serving loop sees to it that the request has room when it grows (runtime/serving.py)."""
     migrations: int = 0
     """How often its rows have moved to another device for good, while it was served."""
     failure: DeviceError | None = None

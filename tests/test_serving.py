@@ -596,7 +596,8 @@ def open_real(folder: Path) -> Platform:
     """This host's memory and cores, and nothing else."""
     file = folder / "real.toml"
     file.write_text(
-        'description = "this host"\nclock = "wall"\nhost = "dram"\n[devices.dram]\ndriver = "cpu"\ncapacity = 67_108_864\n'
+        'description = "this host"\nclock = "wall"\nhost = "dram"\n'
+        '[devices.dram]\ndriver = "cpu"\ncapacity = 67_108_864\n'
     )
     return open_platform(file)
 

@@ -1,0 +1,104 @@
+"""A place to test the pnm driver: the unmodified driver on the bus face of a firmware model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierloop.devices.clocks import VirtualClock
+from tierloop.devices.commands import Command, Launch
+from tierloop.devices.completion import Completion
+from tierloop.devices.drivers.pnm import PnmDevice, open_pnm
+from tierloop.devices.errors import DeviceError
+from tierloop.devices.hazards import HazardChecker
+from tierloop.devices.regions import Region
+from tierloop.devices.site import Site
+from tierloop.devices.waiting import read_bytes, wait, write_bytes
+from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
+
+MIB = 1 << 20
+LAUNCHES, TRANSFERS = 0, 2
+"""The first queue of each executor, with two queues each."""
+
+
+class SteppingClock(VirtualClock):
+    """A clock for real devices on which each look takes 1 µs: what waits for a device comes to its deadline at once."""
+
+    virtual = False
+
+    def now(self) -> int:
+        self._now += 1_000
+        return self._now
+
+
+@dataclass
+class Rig:
+    """A site, a card, and the devices that were opened on it, one after another."""
+
+    card: PnmCard = field(default_factory=PnmCard)
+    site: Site = field(default_factory=lambda: Site(clock=SteppingClock(), checker=HazardChecker()))
+    options: dict[str, Any] = field(default_factory=lambda: {"deadline_ms": 50})
+    opened: list[PnmDevice] = field(default_factory=list)
+
+    def open(self, **options: Any) -> PnmDevice:
+        """Begin a session on the card."""
+        number = len(self.opened) + 1
+        device = open_pnm(
+            f"pnm{number}", self.site, {**self.options, **options}, window=self.card.bus(), identity=(number, 77)
+        )
+        self.opened.append(device)
+        return device
+
+    @property
+    def device(self) -> PnmDevice:
+        """The device that was opened last; opened now if there is none."""
+        return self.opened[-1] if self.opened else self.open()
+
+    def region(self, data: NDArray[Any] | bytes) -> Region:
+        """A region with these bytes."""
+        flat = np.frombuffer(data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes(), dtype=np.uint8)
+        region = self.device.alloc(flat.nbytes)
+        write_bytes(self.site.clock, self.device, region.all(), flat, TRANSFERS)
+        return region
+
+    def read(self, region: Region) -> NDArray[np.uint8]:
+        """All bytes of a region."""
+        return read_bytes(self.site.clock, self.device, region.all(), TRANSFERS)
+
+    def submit(self, command: Command, queue: int | None = None, **more: Any) -> Completion:
+        """Submit to the first queue that carries such a command."""
+        default = LAUNCHES if isinstance(command, Launch) else TRANSFERS
+        return self.device.submit(command, default if queue is None else queue, **more)
+
+    def run(self, command: Command, queue: int | None = None) -> Completion:
+        """Submit, wait, and raise what went wrong."""
+        completion = self.submit(command, queue)
+        wait(self.site.clock, completion)
+        return completion
+
+    def error_of(self, *completions: Completion) -> list[DeviceError]:
+        """Wait for commands that must fail; returns their errors."""
+        clock = self.site.clock
+        assert clock.run_until(lambda: all(c.done for c in completions), clock.now() + 10**12), f"{completions} hang"
+        errors = []
+        for completion in completions:
+            assert completion.error is not None, f"{completion} ended well"
+            errors.append(completion.error)
+            try:
+                completion.result()
+            except DeviceError:
+                continue
+        return errors
+
+    def close(self) -> None:
+        """Close whatever is open."""
+        for device in self.opened:
+            device.close()
+
+
+def card_of(**parts: Any) -> PnmCard:
+    """A card made of other parts."""
+    return PnmCard(PnmParts(**parts))

@@ -1,0 +1,36 @@
+"""The pnm driver passes the suite of every device on the firmware model, alone and beside a real cpu device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from tests.pnm_rig import MIB, card_of
+from tierloop.devices.conformance import Suite
+from tierloop.devices.device import Device
+from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.pnm import open_pnm
+from tierloop.devices.platform import Platform
+from tierloop.devices.site import Site
+
+
+class TestOnTheModel(Suite):
+    """Four engines, small rings: the driver has to wait for room in them."""
+
+    examples: ClassVar[int] = 10
+
+    def open(self, site: Site) -> Device:
+        card = card_of(engines=4, entries=8, capacity=16 * MIB)
+        return open_pnm("pnm0", site, {"deadline_ms": 20_000}, window=card.bus())
+
+
+class TestBesideACpu(Suite):
+    """A platform whose host memory the device copies to and from."""
+
+    device: ClassVar[str] = "pnm0"
+    levels: ClassVar[tuple[str, ...]] = ("identity", "memory")
+
+    def open(self, site: Site) -> Platform:
+        options = {"reaches": ["cpu0"], "deadline_ms": 20_000}
+        device = open_pnm("pnm0", site, options, window=card_of(capacity=16 * MIB).bus())
+        cpu = open_cpu("cpu0", site, {"capacity": 64 * MIB})
+        return Platform("pair", site, {"cpu0": cpu, "pnm0": device}, "cpu0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.clocks import VirtualClock
-from tierloop.devices.commands import Command, Launch
+from tests.attention_case import bytes_of
+from tierloop.devices.commands import Command, Launch, Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.pnm import PnmDevice, open_pnm
 from tierloop.devices.errors import DeviceError
 from tierloop.devices.hazards import HazardChecker
-from tierloop.devices.regions import Region
+from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
@@ -32,6 +35,16 @@ class SteppingClock(VirtualClock):
     def now(self) -> int:
         self._now += 1_000
         return self._now
+
+    def run_until(self, done: Callable[[], bool], deadline_ns: int) -> bool:
+        while not done():
+            if not self._heap or self._heap[0][0] > deadline_ns:
+                self._now = max(self._now, deadline_ns)
+                return False
+            due_ns, _, call, args = heapq.heappop(self._heap)
+            self._now = max(self._now, due_ns)
+            call(*args)
+        return True
 
 
 @dataclass
@@ -63,6 +76,28 @@ class Rig:
         region = self.device.alloc(flat.nbytes)
         write_bytes(self.site.clock, self.device, region.all(), flat, TRANSFERS)
         return region
+
+    def moved(self, launch: Launch) -> Launch:
+        """The launch with its operands on the device: regions of the test become regions there, with their bytes."""
+        there: dict[int, Region] = {}
+
+        def moved(operand: Operand) -> Operand:
+            for one, _ in operand:
+                if one.id not in there:
+                    there[one.id] = self.region(bytes_of(one).tobytes() or b"\0")
+            return tuple(Segment(there[one.id], spans) for one, spans in operand)
+
+        reads, writes = (tuple(map(moved, operands)) for operands in (launch.reads, launch.writes))
+        return Launch(launch.args, reads, writes)
+
+    def result(self, launch: Launch) -> NDArray[np.uint8]:
+        """What a launch wrote, all operands end to end."""
+        parts = [
+            read_bytes(self.site.clock, self.device, segment, TRANSFERS)
+            for operand in launch.writes
+            for segment in operand
+        ]
+        return np.concatenate(parts)
 
     def read(self, region: Region) -> NDArray[np.uint8]:
         """All bytes of a region."""

@@ -25,24 +25,19 @@ from.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierloop.devices.commands import (
     VERBS,
     Command,
-    Copy,
-    Flush,
     Launch,
-    Read,
     Traffic,
-    Write,
     segments,
     verb,
     write_segments,
@@ -58,13 +53,11 @@ from tierloop.devices.drivers.pnm_arguments import (
     KERNELS,
     launch_nbytes,
     names_of,
-    pack_launch,
-    pack_segment,
-    segment_nbytes,
     sram_nbytes,
 )
 from tierloop.devices.drivers.pnm_options import Options
 from tierloop.devices.drivers.pnm_session import Counts, Request, Session, Ticket
+from tierloop.devices.drivers.pnm_steps import Planner, Steps
 from tierloop.devices.drivers.pnm_transport import Window, open_window
 from tierloop.devices.drivers.pnm_wire import (
     LAYOUT_NBYTES,
@@ -73,7 +66,6 @@ from tierloop.devices.drivers.pnm_wire import (
     Opcode,
     Place,
     WireError,
-    checksum,
     pack_drop,
 )
 from tierloop.devices.errors import (
@@ -87,21 +79,15 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
-from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.queues import QueueSet
-from tierloop.devices.regions import Region, Segment
+from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.system import HOST, System, from_os
 
 _COMMANDS_PER_QUEUE = 4096
-_PART_NBYTES = 1 << 20
-"""What one step of a transfer moves: about 1 ms with its checksum, in which nothing else is looked at."""
 _SOONEST_NS, _LATEST_NS = 5_000, 500_000
 """The time between two looks at the completion ring; it doubles while nothing comes."""
-
-_Steps = Generator[Request, Ticket, None]
-"""A command as its steps: each request is sent, and its ticket comes back when it was answered well."""
 
 
 def open_pnm(
@@ -115,8 +101,8 @@ def open_pnm(
     """Open a window and begin a session; `system` maps the window at `path`, `window` is used instead of one.
 
     Raises ConfigurationError (options, virtual clock), NotPresent (nothing there, or no window of a near-memory
-    processor), NoPermission, Busy (another owner), Misaligned, Unsupported (no version in common), ProtocolError,
-    Timeout (the device does not answer) or Gone. `identity` is the session's number and nonce, random where left out.
+    processor), NoPermission, Busy (another owner), Misaligned, Unsupported (no version in common), ProtocolError or
+    Gone (it does not answer). `identity` is the session's number and nonce, random where left out.
     """
     checked = Options.of(name, options, needs_path=window is None)
     if site.clock.virtual:
@@ -138,7 +124,7 @@ class _Job:
     """A command under way: its steps, the regions whose lines it uses alone, and the request that it waits for."""
 
     completion: Completion
-    steps: _Steps
+    steps: Steps
     claims: frozenset[Region]
     begun: bool = False
     over: bool = False
@@ -161,9 +147,9 @@ class PnmDevice:
         self._jobs: list[_Job] = []
         self._claimed: set[Region] = set()
         self._pause_ns = _SOONEST_NS
-        self._ticking = self._closing = False
-        table = min(limits.largest_arguments, session.layout.arena_nbytes // 4)
-        self._most_spans = min(limits.most_spans, (table - segment_nbytes(0)) // segment_nbytes(0))
+        self._due_ns: int | None = None
+        self._closing = False
+        self._planner = Planner(name, session, limits, self._places)
         self._queues = QueueSet(name, 2 * options.queues, _COMMANDS_PER_QUEUE, site, self._start)
 
     @property
@@ -179,7 +165,7 @@ class PnmDevice:
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
         """Allocate zeroed, contiguous bytes: first fit, rounded up to the device's grid.
 
-        Raises OutOfMemory, OutOfRange, Unsupported (phantom), Timeout, Gone or ProtocolError.
+        Raises OutOfMemory, OutOfRange, Unsupported (phantom), Gone or ProtocolError.
         """
         self._alive("alloc")
         if phantom:
@@ -201,7 +187,7 @@ class PnmDevice:
         return region
 
     def free(self, region: Region) -> None:
-        """Give a region's bytes back. Raises OutOfRange, Busy, Gone, Timeout or ProtocolError."""
+        """Give a region's bytes back. Raises OutOfRange, Busy, Gone or ProtocolError."""
         self._alive("free")
         self._arena.remove(region, self._queues.uses(region))
         offset = self._places.pop(region)
@@ -229,7 +215,7 @@ class PnmDevice:
     def close(self) -> None:
         """Cut running commands short, end the session and let the window go; raises the first error nobody looked at.
 
-        Raises Timeout where the device does not answer the GOODBYE within `deadline_ms`.
+        Raises Gone where the device does not answer the GOODBYE within `deadline_ms`.
         """
         if self._closing:
             return
@@ -290,28 +276,10 @@ class PnmDevice:
         if self._session.broken is not None:
             raise Gone(self._name, verb(completion.command), self._session.broken.detail)
         if not self._closing:
-            steps, claims = self._plan(completion)
+            steps, claims = self._planner.plan(completion)
             self._jobs.append(_Job(completion, steps, claims))
             self._pause_ns = _SOONEST_NS
             self._look_again(0)
-
-    def _plan(self, completion: Completion) -> tuple[_Steps, frozenset[Region]]:
-        """The steps of a command, and the regions whose lines in the window it uses."""
-        command = completion.command
-        if isinstance(command, Launch):
-            return self._launch(completion, command), frozenset()
-        mine = frozenset(region for region, _ in segments(command) if region.memory == self._name)
-        if isinstance(command, Read):
-            if mine:
-                return self._fetch(command.source, command.into), mine
-            return self._on_host(command), mine
-        if isinstance(command, Write):
-            if mine:
-                return self._store(command.target, command.data), mine
-            return self._on_host(command), mine
-        if isinstance(command, Copy):
-            return self._copy(completion, command, mine)
-        return self._flush(command, bool(mine)), frozenset()
 
     def _go_on(self, job: _Job) -> None:
         """Take a job's next step if it can; ends its command when there is none."""
@@ -351,129 +319,19 @@ class PnmDevice:
             self._costs.observe(verb(completion.command), _nbytes(completion.command), duration_ns)
 
     def _look_again(self, pause_ns: int) -> None:
-        if not self._ticking:
-            self._ticking = True
-            self._clock.call_at(self._clock.now() + pause_ns, self._tick)
+        """Have the device polled after a pause, unless that happens sooner anyway."""
+        due_ns = self._clock.now() + pause_ns
+        if self._due_ns is None or due_ns < self._due_ns:
+            self._due_ns = due_ns
+            self._clock.call_at(due_ns, self._tick, due_ns)
 
-    def _tick(self) -> None:
-        self._ticking = False
+    def _tick(self, due_ns: int) -> None:
+        if due_ns != self._due_ns:  # a sooner one has taken its place
+            return
+        self._due_ns = None
         self.poll()
         if self._jobs and not self._closing:
             self._look_again(self._pause_ns)
-
-    # -- the steps of each command -------------------------------------------------------------------------------
-
-    def _launch(self, completion: Completion, launch: Launch) -> _Steps:
-        written = sum([s.spans.nbytes for operand in launch.writes for s in operand])
-        arguments = pack_launch(launch, _number)
-        ticket = yield Request(Opcode.OP, verb(launch), arguments, nbytes=written)
-        assert ticket.answer is not None, "a step goes on with an answer"
-        completion.flops = ticket.answer.detail
-
-    def _store(self, target: Segment, data: NDArray[np.uint8]) -> _Steps:
-        """Write through the window, and add: what the engines see is what they were told of."""
-        at = 0
-        for spans in self._parts(target.spans):
-            part = data[at : at + spans.nbytes]
-            at += spans.nbytes
-            self._session.window.write(self._in_window(target.region, spans), part)
-            yield Request(
-                Opcode.ADD,
-                "write",
-                pack_segment(_number(target.region), spans),
-                checksum(part.data),
-                spans.nbytes,
-                True,
-            )
-
-    def _fetch(self, source: Segment, into: NDArray[np.uint8]) -> _Steps:
-        """Have bytes shown, and read them through the window."""
-        at = 0
-        for spans in self._parts(source.spans):
-            arguments = pack_segment(_number(source.region), spans)
-            ticket = yield Request(Opcode.READ, "read", arguments, nbytes=spans.nbytes)
-            part = into[at : at + spans.nbytes]
-            at += spans.nbytes
-            self._session.window.read(self._in_window(source.region, spans), part)
-            assert ticket.answer is not None, "a step goes on with an answer"
-            found, said = checksum(part.data), ticket.answer.payload_check
-            if found != said:
-                raise ProtocolError(
-                    self._name,
-                    "read",
-                    f"{spans.nbytes} bytes have the checksum {found:#010x}; the device showed {said:#010x}",
-                )
-
-    def _copy(self, completion: Completion, command: Copy, mine: frozenset[Region]) -> tuple[_Steps, frozenset[Region]]:
-        """On the device where it can, or through host memory."""
-        source, target = command.source, command.target
-        if not mine:
-            return self._on_host(command), mine
-        if source.region.memory == target.region.memory:
-            moved = Launch(Gather(), ((source,),), ((target,),))
-            spans = len(source.spans) + len(target.spans)
-            room = min(self._limits.largest_arguments, self._session.layout.arena_nbytes)
-            offered = "gather" in self._info.executors[0].kernels
-            if offered and spans <= self._limits.most_spans and launch_nbytes(moved) <= room:
-                return self._launch(completion, moved), frozenset()
-        return self._through_host(source, target), mine
-
-    def _through_host(self, source: Segment, target: Segment) -> _Steps:
-        held = np.empty(source.spans.nbytes, dtype=np.uint8)
-        if source.region.memory == self._name:
-            yield from self._fetch(source, held)
-        else:
-            yield from self._on_host(Read(source, held))
-        if target.region.memory == self._name:
-            yield from self._store(target, held)
-        else:
-            yield from self._on_host(Write(target, held))
-
-    def _on_host(self, command: Read | Write | Copy) -> _Steps:
-        """Bytes that the device has no part in: it is over at once."""
-        from tierloop.devices.kernels.copying import copy_bytes  # compiles on import, so not before it is needed
-
-        copy_bytes(command, _view)
-        return
-        yield
-
-    def _flush(self, command: Flush, mine: bool) -> _Steps:
-        """An ADD of nothing: it is answered when everything added before is visible. Host memory needs none."""
-        if mine:
-            arguments = pack_segment(_number(command.target.region), Spans([]))
-            yield Request(Opcode.ADD, "flush", arguments, checksum(b""), 0, True)
-
-    def _in_window(self, region: Region, spans: Spans) -> Spans:
-        return Spans(spans.array + np.array([self._session.layout.memory_offset + self._places[region], 0]))
-
-    def _parts(self, spans: Spans) -> Iterator[Spans]:
-        """The spans in steps that the arguments hold, of `_PART_NBYTES` each or a little more; one step of none."""
-        if len(spans) <= self._most_spans and spans.nbytes <= _PART_NBYTES:
-            yield spans
-            return
-        rows: list[tuple[int, int]] = []
-        held = 0
-        for offset, nbytes in spans.array.tolist():
-            for start in range(0, nbytes, _PART_NBYTES):
-                size = min(_PART_NBYTES, nbytes - start)
-                rows.append((offset + start, size))
-                held += size
-                if held >= _PART_NBYTES or len(rows) == self._most_spans:
-                    yield Spans(rows)
-                    rows, held = [], 0
-        if rows:
-            yield Spans(rows)
-
-
-def _number(region: Region) -> int:
-    """A region on the wire."""
-    return region.id
-
-
-def _view(region: Region) -> NDArray[np.uint8]:
-    view = region.view
-    assert view is not None, "submit has seen a view, and a region in use is not freed"
-    return view
 
 
 def _nbytes(command: Command) -> int:

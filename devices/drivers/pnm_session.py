@@ -49,7 +49,6 @@ from tierloop.devices.errors import (
     OutOfMemory,
     OutOfRange,
     ProtocolError,
-    Timeout,
     Unsupported,
 )
 from tierloop.devices.spans import Spans
@@ -144,7 +143,7 @@ class Session:
     def hello(self) -> Limits:
         """Begin the session: clear the completion ring, send HELLO and check the device's limits.
 
-        Raises ProtocolError, Unsupported (no version in common), Timeout or Gone.
+        Raises ProtocolError, Unsupported (no version in common) or Gone.
         """
         if not self.layout.oldest <= VERSION <= self.layout.newest:
             raise Unsupported(
@@ -166,7 +165,7 @@ class Session:
         return limits
 
     def goodbye(self) -> None:
-        """End the session. Raises Timeout where the device does not answer, ProtocolError or Gone."""
+        """End the session; what has not been sent is not sent any more. Raises ProtocolError or Gone."""
         for ticket in self._waiting:
             ticket.error = Gone(self.device, ticket.request.op, "the device was closed first")
         self._waiting.clear()
@@ -193,25 +192,16 @@ class Session:
         return ticket
 
     def ask(self, request: Request) -> Ticket:
-        """Send a request and wait for its answer, `deadline_ns` at most, while nobody is called back.
+        """Send a request and wait for its answer while nobody is called back; `collect` sees to the deadline.
 
-        Raises the request's error; Timeout where the answer did not come.
+        Raises the request's error.
         """
         ticket = self.offer(request)
-        give_up = self.clock.now() + self.deadline_ns
         while not ticket.done:
             self.collect()
-            if not ticket.done and self.clock.now() > give_up:
-                self._break(Gone(self.device, request.op, self._silence(request.op)))
-                raise Timeout(self.device, request.op, self._silence(request.op))
         if ticket.error is not None:
             raise ticket.error
         return ticket
-
-    @property
-    def busy(self) -> bool:
-        """Whether any ticket has not ended."""
-        return bool(self._open or self._waiting)
 
     def collect(self) -> bool:
         """Take the answers that have come, and look at the deadline; returns whether any ticket has ended."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.clocks import VirtualClock
 from tests.attention_case import bytes_of
+from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Command, Launch, Operand
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.pnm import PnmDevice, open_pnm

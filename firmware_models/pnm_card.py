@@ -83,12 +83,12 @@ class PnmParts:
 
 
 class PnmCard:
-    """A card with its memory; see the top of the file."""
+    """A card with its memory; see the top of the file. `window` is where it shall lie, uint8 of the layout's size."""
 
-    def __init__(self, parts: PnmParts | None = None, layout: Layout | None = None) -> None:
+    def __init__(self, parts: PnmParts | None = None, window: NDArray[np.uint8] | None = None) -> None:
         self.parts = parts or PnmParts()
-        self.layout = layout or self.parts.layout()
-        self.window: NDArray[np.uint8] = np.zeros(self.layout.window_nbytes, dtype=np.uint8)
+        self.layout = self.parts.layout()
+        self.window = np.zeros(self.layout.window_nbytes, dtype=np.uint8) if window is None else window
         packed = self.layout.pack()
         self.window[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
         start = self.layout.memory_offset

@@ -9,7 +9,7 @@ another region or session. What must hold:
   nothing of it is answered any more.
 - Commands are taken in order; operations end in any order; the answer of each is posted once.
 - An entry that cannot be read is answered as BAD_ENTRY by its number alone; after that the next one is looked at.
-- A doorbell that is out of range is ignored, and counted in `refused`.
+- A doorbell that is out of range is ignored, and counted in `refused`; so is one for a HELLO that is none.
 
 The back door for tests: `held`, `delayed`, `faults`, `posted` and `post`.
 """
@@ -28,6 +28,7 @@ from tierloop.devices.commands import Launch
 from tierloop.devices.drivers.pnm_arguments import DTYPES, KERNELS, unpack_launch, unpack_segment
 from tierloop.devices.drivers.pnm_wire import (
     ENTRY_NBYTES,
+    HELLO_BELL,
     LIMITS_NBYTES,
     VERSION,
     Answer,
@@ -87,7 +88,7 @@ class Processor:
 
     def ring(self, value: int) -> None:
         """The doorbell has been written."""
-        if value == 0:
+        if value & HELLO_BELL:
             self._hello = True
         elif self._current is not None and 0 <= value - self._current.taken <= self.layout.submission_entries:
             self._tail = value

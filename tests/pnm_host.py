@@ -9,6 +9,7 @@ import numpy as np
 from tierloop.devices.drivers.pnm_arguments import pack_segment
 from tierloop.devices.drivers.pnm_wire import (
     ENTRY_NBYTES,
+    HELLO_BELL,
     TEXT_NBYTES,
     VERSION,
     Answer,
@@ -64,7 +65,7 @@ class Host:
         self.sent += 1
         slot, _ = slot_of(self.sent, self._layout.submission_entries)
         self.put(self._layout.submission_offset + slot * ENTRY_NBYTES, frame)
-        self.ring(0 if is_hello else self.sent)
+        self.ring(HELLO_BELL | self.session if is_hello else self.sent)
 
     def ask(self, opcode: int, arguments: bytes = b"", payload_check: int = 0, /, **changes: int) -> Answer:
         """Send a command, and return its answer, which must be the only one."""

@@ -27,6 +27,7 @@ from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.pnm_transport import Window
 from tierloop.devices.drivers.pnm_wire import (
     ENTRY_NBYTES,
+    HELLO_BELL,
     LIMITS_NBYTES,
     TEXT_NBYTES,
     VERSION,
@@ -251,7 +252,8 @@ class Session:
         if request.arguments:
             self._put(layout.arena_offset + ticket.place, request.arguments)
         self._put(layout.submission_offset + slot * ENTRY_NBYTES, entry.pack())
-        self.window.ring(layout.doorbell_offset, 0 if request.opcode is Opcode.HELLO else ticket.number)
+        is_hello = request.opcode is Opcode.HELLO
+        self.window.ring(layout.doorbell_offset, HELLO_BELL | session if is_hello else ticket.number)
         self.counts.sent += 1
 
     # -- answers -------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ what was found and what is allowed. Numbers are little-endian, checksums CRC-32.
   checksum over all of its other bytes, so that a frame that is half there is not taken for a whole one.
 - Arguments lie in the arena, where an entry points; `room` bytes from there on are the command's until it is answered.
   What an answer has to say beyond its numbers (a HELLO's limits, the reason of a refusal) lies there as well.
-- The doorbell takes the number of the last command that was written; 0 says that a HELLO in slot 0 begins a session.
+- The doorbell takes the number of the last command that was written. With its highest bit set it says that a HELLO in
+  slot 0 begins a session, whose number the lower bits repeat: so it always changes, for firmware that looks at it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ VERSION = 1
 MAGIC = b"TLPNMWIN"
 ENTRY_NBYTES = 64
 """Bytes of a frame in either ring, which is also the grid that everything in the window lies on."""
+HELLO_BELL = 1 << 63
+"""What a doorbell has set for a HELLO."""
 TEXT_NBYTES = 256
 """Room that every command gives at least, for the reason of a refusal."""
 _MOST_ENTRIES = 1 << 16

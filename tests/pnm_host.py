@@ -75,7 +75,7 @@ class Host:
 
     def answers(self) -> list[Answer]:
         """The answers that have come since."""
-        found = []
+        found: list[Answer] = []
         while True:
             slot, phase = slot_of(self.seen + 1, self._layout.completion_entries)
             frame = self.get(self._layout.completion_offset + slot * ENTRY_NBYTES, ENTRY_NBYTES)

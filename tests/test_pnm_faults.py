@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,14 +12,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.pnm_rig import LAUNCHES, TRANSFERS, Rig, card_of
 from tierloop.devices.commands import Command, Launch, Read, Write
+from tierloop.devices.completion import Completion
+from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, Answer, Opcode, WireError, slot_of
 from tierloop.devices.errors import Cancelled, DeviceError, Gone, ProtocolError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
+from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait
+from tierloop.firmware_models.pnm_card import Bus
 from tierloop.firmware_models.pnm_processor import Fault
 
 DATA = np.arange(256, dtype=np.uint8)
@@ -188,6 +194,55 @@ def test_a_failure_cancels_what_comes_after_it_on_other_queues(rig: Rig) -> None
     assert isinstance(errors[0], ProtocolError)
     assert isinstance(errors[1], Cancelled)
     assert errors[1].__cause__ is errors[0]
+
+
+class Flaky(Bus):
+    """A bus that damages a byte of what is next written to one part of the window."""
+
+    where: tuple[int, int] = (0, 0)
+
+    def write(self, spans: Spans, data: NDArray[np.uint8]) -> None:
+        start, end = self.where
+        offset = int(spans.array[0, 0])
+        if start <= offset < end and data.nbytes:
+            self.where = (0, 0)
+            data = data.copy()
+            data[min(20, data.nbytes - 1)] ^= 0x40
+        super().write(spans, data)
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ("submission", r"the device refused it \(BAD_ENTRY\): it gave no reason"),
+        ("arena", r"the device refused it \(BAD_ARGUMENTS\): the arguments have the checksum"),
+        ("memory", r"the device refused it \(BAD_PAYLOAD\): the 256 bytes have the checksum"),
+    ],
+)
+def test_what_arrives_damaged_at_the_device_fails_its_command_alone(rig: Rig, part: str, says: str) -> None:
+    bus = Flaky(rig.card)
+    device = open_pnm("pnm1", rig.site, {"deadline_ms": 50}, window=bus)
+    rig.opened.append(device)
+    one = rig.region(DATA)
+    start = getattr(rig.card.layout, f"{part}_offset")
+    bus.where = (start, start + 2048)
+    (error,) = rig.error_of(rig.submit(Write(one.all(), DATA[::-1].copy())))
+    assert isinstance(error, ProtocolError)
+    assert re.search(says, str(error)), error
+    assert rig.read(one).tobytes() == DATA.tobytes()
+
+
+def test_a_follower_that_raises_leaves_the_other_commands_polled(rig: Rig) -> None:
+    one, other = rig.region(DATA), rig.region(DATA)
+    first, second = rig.submit(commands(one)[Opcode.ADD]), rig.submit(commands(other)[Opcode.OP])
+
+    def fail(_: Completion) -> None:
+        raise LookupError("a mistake of the caller")
+
+    first.on_done(fail)
+    with pytest.raises(LookupError):
+        wait(rig.site.clock, [first, second])
+    wait(rig.site.clock, [first, second])
 
 
 @given(st.lists(st.tuples(st.sampled_from(OPCODES), st.sampled_from(get_args(Fault))), max_size=4), st.integers(0, 99))

@@ -56,6 +56,11 @@ def region_of(number: int) -> Region:
     return Region("pnm", "pnm", number, 1 << 40)
 
 
+def changed(**numbers: Any) -> Limits:
+    """The limits with other numbers."""
+    return replace(LIMITS, **numbers)
+
+
 def arguments_of(launch: Launch) -> bytes:
     """Packed, with small region numbers."""
     return pack_launch(launch, lambda region: region.id % 1000)
@@ -125,7 +130,7 @@ def test_limits_come_back() -> None:
 @pytest.mark.parametrize("name", ["engines", "sram_nbytes", "capacity", "largest_arguments", "most_spans"])
 def test_a_limit_of_nothing_is_refused_by_name(name: str) -> None:
     with pytest.raises(WireError, match=f"{name} is 0"):
-        Limits.unpack(replace(LIMITS, **{name: 0}).pack(), LAYOUT)
+        Limits.unpack(changed(**{name: 0}).pack(), LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_a_limit_of_nothing_is_refused_by_name(name: str) -> None:
 )
 def test_limits_that_the_window_does_not_have_are_refused(change: dict[str, int], says: str) -> None:
     with pytest.raises(WireError, match=says):
-        Limits.unpack(replace(LIMITS, **change).pack(), LAYOUT)
+        Limits.unpack(changed(**change).pack(), LAYOUT)
 
 
 @given(st.binary(min_size=LIMITS_NBYTES, max_size=LIMITS_NBYTES))

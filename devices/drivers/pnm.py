@@ -329,9 +329,11 @@ class PnmDevice:
         if due_ns != self._due_ns:  # a sooner one has taken its place
             return
         self._due_ns = None
-        self.poll()
-        if self._jobs and not self._closing:
-            self._look_again(self._pause_ns)
+        try:
+            self.poll()
+        finally:  # whatever a follower raised: the others still wait for their answers
+            if self._jobs and not self._closing:
+                self._look_again(self._pause_ns)
 
 
 def _nbytes(command: Command) -> int:

@@ -54,6 +54,8 @@ from tierloop.devices.errors import (
 )
 from tierloop.devices.spans import Spans
 
+_MOST_ROOM = (1 << 32) - ENTRY_NBYTES
+"""An entry tells its room in 32 bits."""
 _TORN_LOOKS = 8
 """How often a frame of the right phase may have a wrong checksum before it is wrong: it might be half written."""
 _ALL_ONES = b"\xff" * ENTRY_NBYTES
@@ -136,7 +138,7 @@ class Session:
         self._seen = 0
         self._torn = 0
         self._last_stale = b""
-        self._largest = self.layout.arena_nbytes
+        self._largest = min(self.layout.arena_nbytes, _MOST_ROOM)
         self._most_open = self.layout.submission_entries - 1  # one entry is kept for the GOODBYE
 
     # -- the life of a session -----------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class Session:
             limits = Limits.unpack(answer.body, self.layout)
         except WireError as error:
             raise ProtocolError(self.device, "open", f"the answer to HELLO is wrong: {error}") from error
-        self._largest = limits.largest_arguments
+        self._largest = min(limits.largest_arguments, _MOST_ROOM)
         return limits
 
     def goodbye(self) -> None:

@@ -179,7 +179,7 @@ class PnmDevice:
         self._places[region] = offset
         try:
             place = Place(region.id, offset, self._extents.rounded(nbytes))
-            self._session.ask(Request(Opcode.REGION_ADD, "alloc", place.pack()))
+            self._session.ask(Request(Opcode.REGION_ADD, "alloc", place.pack(), nbytes=0))
         except DeviceError:
             self._arena.remove(region, False)
             self._extents.give(self._places.pop(region), nbytes)
@@ -191,7 +191,7 @@ class PnmDevice:
         self._alive("free")
         self._arena.remove(region, self._queues.uses(region))
         offset = self._places.pop(region)
-        self._session.ask(Request(Opcode.REGION_DROP, "free", pack_drop(region.id)))
+        self._session.ask(Request(Opcode.REGION_DROP, "free", pack_drop(region.id), nbytes=0))
         self._extents.give(offset, region.nbytes)
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:

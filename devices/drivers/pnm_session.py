@@ -173,7 +173,7 @@ class Session:
             ticket.error = Gone(self.device, ticket.request.op, "the device was closed first")
         self._waiting.clear()
         self._most_open = self.layout.submission_entries
-        self.ask(Request(Opcode.GOODBYE, "close", b""))
+        self.ask(Request(Opcode.GOODBYE, "close", b"", nbytes=0))
 
     # -- commands ------------------------------------------------------------------------------------------------
 

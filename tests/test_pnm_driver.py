@@ -149,6 +149,18 @@ def test_a_host_memory_without_a_view_is_refused(rig: Rig) -> None:
         rig.submit(Copy(far.all(), one.all()))
 
 
+@pytest.mark.parametrize("write_first", [False, True])
+def test_transfers_that_race_on_a_region_end_well(rig: Rig, write_first: bool) -> None:
+    """Which of them is first is open; that one shows its bytes over those that the other has just put there is not."""
+    one = rig.region(bytes(256))
+    rig.site.checker = None
+    into = np.zeros(256, dtype=np.uint8)
+    both = [Read(one.all(), into), Write(one.all(), np.full(256, 7, dtype=np.uint8))]
+    wait(rig.site.clock, [rig.submit(c, TRANSFERS + i) for i, c in enumerate(both[::-1] if write_first else both)])
+    assert into.tobytes() in (bytes(256), bytes([7]) * 256)
+    assert rig.read(one).tobytes() == bytes([7]) * 256
+
+
 def test_a_flush_waits_for_what_was_added_before(rig: Rig) -> None:
     one = rig.region(noise(64))
     rig.card.hold()

@@ -18,7 +18,7 @@ from tests.pnm_rig import LAUNCHES, TRANSFERS, Rig, card_of
 from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.pnm import open_pnm
-from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, Answer, Opcode, WireError, slot_of
+from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, Answer, Opcode, WireError, checksum, slot_of
 from tierloop.devices.errors import Cancelled, DeviceError, Gone, ProtocolError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
@@ -194,6 +194,52 @@ def test_a_failure_cancels_what_comes_after_it_on_other_queues(rig: Rig) -> None
     assert isinstance(errors[0], ProtocolError)
     assert isinstance(errors[1], Cancelled)
     assert errors[1].__cause__ is errors[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "is_lost"),
+    [
+        ({"number": 5}, "answer 4 was expected, and answer 5 came", True),
+        ({"answers": 9}, "answer 4 is to command 9, which is not open; open: 4", True),
+        ({"op_id": 9}, "names operation 9 with op code 4; expected: 5 with 4", True),
+        ({"opcode": 5}, "names operation 5 with op code 5; expected: 5 with 4", True),
+        ({"nbytes": 255}, "the answer is about 255 bytes; expected: 256", False),
+        ({"payload_check": 1}, "the answer's payload has the checksum 0x00000001; expected: ", False),
+        ({"status": 4, "nbytes": 257}, "the answer has 257 bytes; at most 256 have room", False),
+        ({"status": 4, "nbytes": 5}, "the answer's 5 bytes have another checksum than it says", False),
+        ({"status": 99, "nbytes": 0, "payload_check": 0}, r"refused it \(status 99\): it gave no reason", False),
+    ],
+)
+def test_every_field_of_an_answer_is_judged(rig: Rig, changes: dict[str, int], says: str, is_lost: bool) -> None:
+    one = rig.region(DATA)
+    device = rig.device
+    rig.card.hold()
+    completion = rig.submit(Write(one.all(), DATA))
+    device.poll()
+    right = Answer(Opcode.ADD, 1, 1, 0, 4, 5, 4, 256, checksum(DATA.tobytes()), 77, 0)
+    rig.card.processor.post(replace(right, **changes).pack())
+    device.poll()
+    assert completion.done
+    (error,) = rig.error_of(completion)
+    assert isinstance(error, ProtocolError)
+    assert re.search(says, str(error)), error
+    if is_lost:
+        with pytest.raises(Gone):
+            device.alloc(64)
+    with suppress(Gone):  # the ring of a device that forged an answer is one ahead
+        device.close()
+
+
+def test_the_answer_that_the_test_above_changes_is_taken_as_it_is(rig: Rig) -> None:
+    one = rig.region(DATA)
+    rig.card.hold()
+    completion = rig.submit(Write(one.all(), DATA))
+    rig.device.poll()
+    rig.card.processor.post(Answer(Opcode.ADD, 1, 1, 0, 4, 5, 4, 256, checksum(DATA.tobytes()), 77, 0).pack())
+    rig.device.poll()
+    assert completion.result().done
+    with suppress(Gone):
+        rig.device.close()
 
 
 class Flaky(Bus):

@@ -289,6 +289,20 @@ def test_a_launch_that_does_not_fit_the_sram_is_refused_with_the_limit() -> None
     assert host.reason(answer) == "a job takes 16004 bytes; the SRAM of an engine has 4096"
 
 
+def test_operands_outside_their_region_are_refused_before_anything_is_done() -> None:
+    host = begun()
+    host.region(1, 0, CANARY)
+    for source, target in (
+        (there(999).at(250, 20), there(999).at(0, 20)),
+        (there(999).at(0, 20), there(999).at(250, 20)),
+    ):
+        answer = host.ask(Opcode.OP, launch_bytes(Launch(Gather(), ((source,),), ((target,),))))
+        assert answer.status == Status.OUT_OF_RANGE
+        assert host.reason(answer) == "Spans([250, 270)) is outside the 256 bytes of region 1"
+    assert host.card.peek(1, 0, 256) == CANARY
+    assert not any(engine.jobs_done for engine in host.card.dispatcher.engines)
+
+
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
 def test_operands_of_other_sizes_are_refused(kernel: str) -> None:
     host = begun(card_of(capacity=1 << 16))

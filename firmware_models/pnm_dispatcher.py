@@ -83,6 +83,7 @@ class Dispatcher:
     def __init__(self, engines: int, nbytes: int) -> None:
         self.engines = [Engine(nbytes) for _ in range(engines)]
         self.order: random.Random | None = None
+        self.stalled = False
         self._next = 0
         self._open: list[Operation] = []
 
@@ -102,8 +103,8 @@ class Dispatcher:
             self._end(operation, None)
 
     def advance(self) -> None:
-        """Let the engines work until none has a job."""
-        while busy := [engine for engine in self.engines if engine.jobs]:
+        """Let the engines work until none has a job, unless they are stalled."""
+        while not self.stalled and (busy := [engine for engine in self.engines if engine.jobs]):
             engine = self.order.choice(busy) if self.order else busy[0]
             if self.order:
                 engine.jobs.rotate(self.order.randrange(len(engine.jobs)))

@@ -10,7 +10,7 @@ import pytest
 from tests.attention_case import Case, region, whole
 from tests.launches import room
 from tests.pnm_rig import LAUNCHES, MIB, TRANSFERS, Rig, card_of
-from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
+from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.drivers.pnm_wire import Place
 from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
@@ -115,6 +115,15 @@ def test_more_commands_than_the_ring_has_entries_wait_for_room() -> None:
     rig.close()
 
 
+def test_an_arena_of_two_commands_serves_any_number() -> None:
+    rig = Rig(card_of(arena_nbytes=512, largest_arguments=512), options={"deadline_ms": 50, "queues": 4})
+    one = rig.device.alloc(64 * 40)
+    under_way = [rig.device.submit(Write(one.at(64 * i, 64), noise(64, seed=i)), 4 + i % 4) for i in range(40)]
+    wait(rig.site.clock, under_way)
+    assert rig.card.peek(one.id, 0, 64 * 40) == b"".join(noise(64, seed=i).tobytes() for i in range(40))
+    rig.close()
+
+
 def test_a_copy_within_the_memory_is_done_by_the_engines(rig: Rig) -> None:
     source, target = rig.region(noise(1000)), rig.device.alloc(1000)
     rig.run(Copy(source.all(), target.all()))
@@ -155,7 +164,7 @@ def test_transfers_that_race_on_a_region_end_well(rig: Rig, write_first: bool) -
     one = rig.region(bytes(256))
     rig.site.checker = None
     into = np.zeros(256, dtype=np.uint8)
-    both = [Read(one.all(), into), Write(one.all(), np.full(256, 7, dtype=np.uint8))]
+    both: list[Command] = [Read(one.all(), into), Write(one.all(), np.full(256, 7, dtype=np.uint8))]
     wait(rig.site.clock, [rig.submit(c, TRANSFERS + i) for i, c in enumerate(both[::-1] if write_first else both)])
     assert into.tobytes() in (bytes(256), bytes([7]) * 256)
     assert rig.read(one).tobytes() == bytes([7]) * 256

@@ -93,6 +93,20 @@ def test_operations_of_an_earlier_session_are_never_answered() -> None:
     assert second.ask(Opcode.REGION_ADD, Place(1, 0, 64).pack()).answers == 2
 
 
+def test_operations_of_an_earlier_session_are_not_even_carried_out() -> None:
+    first = begun()
+    first.region(1, 0, CANARY)
+    first.card.stall()
+    first.send(Opcode.OP, launch_bytes(Launch(Gather(), ((there(256).at(0, 64),),), ((there(256).at(64, 64),),))))
+    assert first.answers() == []
+    second = Host(first.card, session=2)
+    second.hello()
+    assert second.ask(Opcode.REGION_ADD, Place(1, 0, 256).pack()).status == Status.OK
+    first.card.release()
+    assert second.answers() == []
+    assert not any(engine.jobs_done for engine in first.card.dispatcher.engines)
+
+
 def test_a_command_of_another_session_is_refused() -> None:
     host = begun()
     assert host.ask(Opcode.REGION_ADD, Place(1, 0, 64).pack(), session=3).status == Status.NO_SESSION

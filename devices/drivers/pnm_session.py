@@ -231,6 +231,7 @@ class Session:
                 return
             place = self._arena.take(self._waiting[0].request.room)
             if place is None:
+                assert self._open, "a command that passed `check` fits an arena that is free"
                 return
             ticket = self._waiting.popleft()
             ticket.place = place

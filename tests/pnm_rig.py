@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,3 +141,32 @@ class Rig:
 def card_of(**parts: Any) -> PnmCard:
     """A card made of other parts."""
     return PnmCard(PnmParts(**parts))
+
+
+@contextmanager
+def served(path: Path, parts: PnmParts) -> Iterator[PnmCard]:
+    """Firmware that looks at the doorbell in a mapping of its own, on a thread of its own."""
+    with path.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 0)
+    window = np.frombuffer(mapping, dtype=np.uint8)
+    card, stop = PnmCard(parts, window), threading.Event()
+    layout = card.layout
+    bell = window[layout.doorbell_offset : layout.doorbell_offset + 8].view("<u8")
+
+    def serve() -> None:
+        last = 0
+        while not stop.wait(0.0002):
+            value = int(bell[0])
+            if value != last:
+                last = value
+                card.memory.written(0, layout.memory_nbytes)
+                card.processor.ring(value)
+            card.processor.advance()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield card
+    finally:
+        stop.set()
+        thread.join()

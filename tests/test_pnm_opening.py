@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pnm_rig import MIB, SteppingClock
+from tests.pnm_rig import MIB, SteppingClock, served
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Launch
 from tierloop.devices.drivers.pnm import open_pnm
@@ -45,34 +41,6 @@ def path(tmp_path: Path) -> Path:
     return found
 
 
-@contextmanager
-def served(path: Path) -> Iterator[PnmCard]:
-    """Firmware that looks at the doorbell in a mapping of its own, on a thread of its own."""
-    with path.open("r+b") as file:
-        mapping = mmap.mmap(file.fileno(), 0)
-    window = np.frombuffer(mapping, dtype=np.uint8)
-    card, stop = PnmCard(PARTS, window), threading.Event()
-    bell = window[LAYOUT.doorbell_offset : LAYOUT.doorbell_offset + 8].view("<u8")
-
-    def serve() -> None:
-        last = 0
-        while not stop.wait(0.0002):
-            value = int(bell[0])
-            if value != last:
-                last = value
-                card.memory.written(0, LAYOUT.memory_nbytes)
-                card.processor.ring(value)
-            card.processor.advance()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield card
-    finally:
-        stop.set()
-        thread.join()
-
-
 def opened(path: object, clock: Any = None, **options: Any) -> Any:
     return open_pnm("pnm0", Site(clock=clock or SteppingClock()), {"path": str(path), "deadline_ms": 5, **options})
 
@@ -80,7 +48,7 @@ def opened(path: object, clock: Any = None, **options: Any) -> Any:
 def test_a_device_behind_a_mapped_file_computes(path: Path) -> None:
     site = Site(clock=WallClock())
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
-    with served(path):
+    with served(path, PARTS):
         device = open_pnm("pnm0", site, {"path": path.name, "folder": str(path.parent)})
         source, target = device.alloc(5000), device.alloc(5000)
         write_bytes(site.clock, device, source.all(), data, queue=2)
@@ -98,7 +66,7 @@ def test_a_window_that_nobody_serves_is_gone(path: Path) -> None:
 
 
 def test_a_window_has_one_owner(path: Path) -> None:
-    with served(path):
+    with served(path, PARTS):
         first = open_pnm("pnm0", Site(clock=WallClock()), {"path": str(path)})
         with pytest.raises(Busy, match="belongs to another owner"):
             opened(path)
@@ -171,7 +139,7 @@ def test_what_failed_to_open_can_be_opened_afterwards(path: Path) -> None:
     for _ in range(2):
         with pytest.raises(DeviceError):
             opened(path)
-    with served(path):
+    with served(path, PARTS):
         opened(path, clock=WallClock(), deadline_ms=10_000).close()
 
 

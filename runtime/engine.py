@@ -8,6 +8,7 @@ own device first, then copy engines, then cores, then the order of the platform 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device
-from tierloop.devices.errors import ConfigurationError, OutOfMemory, Unsupported
+from tierloop.devices.errors import ConfigurationError, Gone, OutOfMemory, Unsupported
 from tierloop.devices.info import ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels.contract import Attend, KernelArgs, Merge
 from tierloop.devices.platform import Platform
@@ -183,20 +184,23 @@ class Engine:
         return BlockTable(shape, max_tokens, KeyScales(*size, shape.dtype, region))
 
     def drop(self, region: Region) -> None:
-        """Give scratch back before the engine closes."""
+        """Give scratch back before the engine closes; what lay on a device that is gone has gone with it."""
         self._regions.remove(region)
         if region in self._claims:
             self._claims.remove(region)
-        self.platform.free(region)
+        with suppress(Gone):
+            self.platform.free(region)
 
     def close(self) -> None:
         """Free scratch and pools; the platform stays open."""
         if self.stages in self.platform.site.observers:
             self.platform.site.observers.remove(self.stages)
         for pool in self._pools:
-            pool.close()
+            with suppress(Gone):
+                pool.close()
         for region in self._regions:
-            self.platform.free(region)
+            with suppress(Gone):
+                self.platform.free(region)
         self._pools.clear()
         self._regions.clear()
         self._claims.clear()

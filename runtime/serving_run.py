@@ -198,7 +198,8 @@ class _Run:
             result = self._served(make(kind, self.engine, self.wanted.options), prompt_of, ends, progress, observer)
             self.engine.close()
         except (TierTooSmall, OutOfMemory) as error:
-            self.engine.close()
+            with suppress(DeviceError):  # in the middle of a step, commands are under way
+                self.engine.close()
             result = ServingResult(self.wanted.title, self.platform.name, refused=str(error))
         except BaseException:
             with suppress(DeviceError):  # commands are under way; what went wrong is said, and not that

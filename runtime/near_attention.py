@@ -6,7 +6,7 @@ rows that it has of them, while the modules' device attends over sinks, newest r
 States are merged there. With `budget` 1 all clusters are taken and nothing is scored.
 
 Steps of more tokens, chunks of prompts and of later turns, are dense: near devices attend over all of their rows, or
-the rows are streamed to where the modules run, `STREAMED` at a time, whichever the devices estimate to be faster.
+the rows are streamed to where the modules run, a part at a time, whichever the devices estimate to be faster.
 
 A device that fails ends the requests that have rows there (`Request.fail`), and nobody else.
 """
@@ -38,7 +38,9 @@ from tierloop.runtime.scratch import Scratch
 Int64 = NDArray[np.int64]
 LAYERS_UNDER_WAY = 2
 STREAMED = 1 << 16
-"""Rows of each KV head that are streamed at a time; there is room for two such pieces."""
+"""Rows of each KV head that are streamed at a time, at most; there is room for two such pieces."""
+STREAM_SHARE = 16
+"""The part of the memory that room for one of them may take: a sixteenth."""
 
 
 @dataclass
@@ -59,9 +61,15 @@ class _Group:
 class NearAttention:
     """Attends for requests with rows in near memories; `budget` (0 to 1) of the clusters are taken."""
 
-    def __init__(self, engine: Engine, budget: float) -> None:
+    def __init__(self, engine: Engine, budget: float, segment_tokens: int) -> None:
         self._engine = engine
         self._budget = budget
+        shape = engine.shape
+        capacity = sum(m.capacity for m in engine.memories() if m.name == engine.dense.memory)
+        row = shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
+        segments = min(STREAMED, capacity // STREAM_SHARE // row) // segment_tokens
+        self._streamed = (1 << max(segments.bit_length() - 1, 0)) * segment_tokens
+        """Rows that are streamed together: whole segments, and whole subtrees where a segment is one."""
         self._scratch = Scratch(engine)
         self._readers: dict[int, Completion] = {}
         """Who reads each half of the streamed rows last."""
@@ -325,7 +333,7 @@ class NearAttention:
             except Unsupported:
                 return True
             near_ns = max(near_ns, estimate.duration_ns)
-        some = min(near.end, first + STREAMED) - first
+        some = min(near.end, first + self._streamed) - first
         for source, target in self._copies(layer, near, first, first + some):
             lane = self._engine.mover(source.region.memory, target.region.memory)
             if lane is not None:
@@ -335,7 +343,7 @@ class NearAttention:
     def _slices(self, batch: Batch, i: int, near: NearRequest) -> list[tuple[int, int, Int64]]:
         """Rows [low, high) that are streamed together, whole segments, and the roots of each."""
         shape, piece = self._engine.shape, near.pieces
-        step, last, found = _step(piece.segment_tokens), int(batch.positions[i, -1]) // shape.split_tokens, []
+        step, last, found = self._streamed, int(batch.positions[i, -1]) // shape.split_tokens, []
         for start in range(0, near.end, step):
             low, high = max(start, piece.first), min(start + step, near.end)
             splits = [row // shape.split_tokens for row in (low, high)]
@@ -357,7 +365,7 @@ class NearAttention:
     ) -> Completion:
         """Copy rows [low, high) to where the modules run, and attend over them there."""
         engine, shape = self._engine, self._engine.shape
-        half = low // _step(near.pieces.segment_tokens) % 2
+        half = low // self._streamed % 2
         before = [self._readers[half]] if half in self._readers else []
         copies = [
             engine.stages.mark(engine.copy(source, target, before), "stream")
@@ -369,7 +377,7 @@ class NearAttention:
         heads = np.repeat(np.arange(shape.num_kv_heads, dtype=np.int64), [len(mine.rows) for mine in rows])
         positions, row, count = (np.concatenate([mine[k] for mine in rows]) for k in range(3))
         runs = np.stack((np.zeros_like(heads), heads, positions), axis=1)
-        space, sides = self._space(near, half), list[Segment]()
+        space, sides = self._space(half), list[Segment]()
         for side in (K, V):
             size = shape.row_nbytes(side)
             start = side * shape.num_kv_heads * (high - low) * shape.row_nbytes(K)
@@ -391,15 +399,15 @@ class NearAttention:
         self._readers[half] = done
         return done
 
-    def _space(self, near: NearRequest, half: int) -> Segment:
+    def _space(self, half: int) -> Segment:
         shape = self._engine.shape
-        nbytes = _step(near.pieces.segment_tokens) * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
+        nbytes = self._streamed * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
         return self._scratch.at("streamed", self._engine.dense.memory, half, nbytes)
 
     def _copies(self, layer: int, near: NearRequest, low: int, high: int) -> list[tuple[Segment, Segment]]:
         """What is copied for rows [low, high): from each share, to their places by side, head and row."""
         shape, segment = self._engine.shape, near.pieces.segment_tokens
-        space, found = self._space(near, low // _step(segment) % 2), []
+        space, found = self._space(low // self._streamed % 2), []
         for share in near.rows.shares:
             sources, targets = [], []
             for side in (K, V):
@@ -440,11 +448,6 @@ def part_of(batch: Batch, which: Sequence[int]) -> Batch:
         attended_rows=[None] * len(which),
         predicted=[None] * len(which),
     )
-
-
-def _step(segment_tokens: int) -> int:
-    """Rows that are streamed together: whole segments."""
-    return max(STREAMED // segment_tokens, 1) * segment_tokens
 
 
 def _offset(segment: Segment, i: int, size: int) -> int:

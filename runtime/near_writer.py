@@ -101,7 +101,8 @@ class NearWriter:
             held = np.arange(shape.num_kv_heads * rows, dtype=np.int64)
             offsets = held * shape.row_nbytes(K), start + held * shape.row_nbytes(V)
             runs = np.array([(0, h, piece.low) for h in range(shape.num_kv_heads)], dtype=np.int64)
-            source = _Source((place.raw, place.raw), offsets, runs, (place.raw.at(0, keys.size),))
+            by_head = Segment(place.raw, Spans.equal(offsets[K][::rows], rows * shape.row_nbytes(K)))
+            source = _Source((place.raw, place.raw), offsets, runs, (by_head,))
             await self._carry_out(near, piece, layer, place, source, arrived)
         finally:
             self._give(place)

@@ -56,6 +56,8 @@ class PagedBlocks:
             )
         self.pool = engine.pool(self.memory, blocks * self.per_block)
         self._kept_back = int(watermark * blocks) * self.per_block
+        self._promises: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
 
     @property
     def free(self) -> int:
@@ -76,14 +78,27 @@ class PagedBlocks:
         return self.slots(num_tokens) <= self.pool.num_slots - self._kept_back
 
     def admit(self, request: Request, num_tokens: int) -> None:
-        """Raise TierTooSmall unless `num_tokens` would fit and leave what is kept back; nothing is taken yet."""
-        needed = self.slots(num_tokens)
-        if needed > self.free - self._kept_back:
+        """Promise the request room for `num_tokens`; nothing is taken yet.
+
+        Raises TierTooSmall unless they would fit beside what others were promised, and leave what is kept back.
+        """
+        needed, promised = self.slots(num_tokens), self._promised()
+        if needed > self.free - promised - self._kept_back:
             raise TierTooSmall(
                 f"{self.memory} is full: {num_tokens} tokens of {request.name} need {needed // self.per_block} blocks, "
-                f"{self.free // self.per_block} of {self.pool.num_slots // self.per_block} are free and "
-                f"{self._kept_back // self.per_block} are kept back"
+                f"{self.free // self.per_block} of {self.pool.num_slots // self.per_block} are free, "
+                f"{promised // self.per_block} are promised and {self._kept_back // self.per_block} kept back"
             )
+        self._promises[request.name] = needed
+        self._taken[request.name] = 0
+
+    def promise(self, request: Request, num_tokens: int) -> None:
+        """From now on the request was promised so much, where it was admitted for more."""
+        self._promises[request.name] = self.slots(num_tokens)
+
+    def _promised(self) -> int:
+        """Slots that requests were promised and have not taken."""
+        return sum(max(slots - self._taken[name], 0) for name, slots in self._promises.items())
 
     def grow(self, request: Request, num_tokens: int) -> None:
         """Give the request blocks up to `num_tokens`. Raises TierTooSmall, taking nothing."""
@@ -91,6 +106,7 @@ class PagedBlocks:
         have, need = self.held(request), self.engine.shape.num_blocks(num_tokens)
         if need > have:
             table.put_all(have, need, self.pool)
+            self._took(request, need - have)
             request.state["held blocks"] = need
 
     def skip(self, request: Request, num_blocks: int) -> None:
@@ -105,6 +121,11 @@ class PagedBlocks:
     def give(self, request: Request, first: int, last: int) -> None:
         """Return blocks [first, last): their rows are elsewhere."""
         request.blocks.give_all(first, last)
+        self._took(request, first - last)
+
+    def _took(self, request: Request, num_blocks: int) -> None:
+        if request.name in self._taken:
+            self._taken[request.name] += num_blocks * self.per_block
 
     async def swap_out(self, request: Request) -> None:
         """Copy the request's blocks to the host's memory and return them. Raises TierTooSmall, moving nothing."""
@@ -119,13 +140,14 @@ class PagedBlocks:
             self.engine.drop(region)
             raise
         request.state["swapped"] = _Swapped(region, where, table.length.copy())
+        self._forget(request)
         table.give_all(0, table.pool.shape[3])
         table.length[:] = 0
 
     async def swap_in(self, request: Request) -> None:
         """Bring the blocks back. Raises TierTooSmall, and they stay where they are."""
         table, swapped = request.blocks, request.state["swapped"]
-        if len(swapped.blocks) > self.free - self._kept_back:
+        if len(swapped.blocks) > self.free - self._promised() - self._kept_back:
             raise TierTooSmall(f"{self.memory} is full: {len(swapped.blocks)} blocks of {request.name} do not fit yet")
         offsets = self.pool.take(len(swapped.blocks))
         table.offset.reshape(-1)[swapped.blocks] = offsets
@@ -141,10 +163,15 @@ class PagedBlocks:
         del request.state["swapped"]
 
     def release(self, request: Request) -> None:
-        """Forget what the request had in the host's memory; its blocks go with its table."""
+        """Forget what the request was promised and had in the host's memory; its blocks go with its table."""
+        self._forget(request)
         swapped = request.state.pop("swapped", None)
         if swapped is not None:
             self.engine.drop(swapped.region)
+
+    def _forget(self, request: Request) -> None:
+        self._promises.pop(request.name, None)
+        self._taken.pop(request.name, None)
 
     def _copies(self, offsets: Int64, region: Region, out: bool) -> list[Completion]:
         """Copy slots at `offsets` to the region, one after the other, or back: `_SLOTS` of them at a time."""

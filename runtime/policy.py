@@ -59,6 +59,8 @@ class Request:
     table: BlockTable | None = None
     model: str = ""
     """Fingerprint of the model's weights, where somebody knows it: what is kept of the request is of this model."""
+    in_steps: bool = False
+    """Whether its prompt goes through the model in steps, where it is served (runtime/serving.py)."""
     migrations: int = 0
     """How often its rows have moved to another device for good, while it was served."""
     failure: DeviceError | None = None
@@ -212,7 +214,7 @@ class Policy:
         """Returns when some of what `is_ready` waits for is over."""
 
     def frees(self, request: Request) -> bool:
-        """Whether taking the request's space away would give others room to grow."""
+        """Whether taking the request's space away gives others much room to grow: such requests are preempted first."""
         return True
 
     def free_nbytes(self) -> dict[str, int]:

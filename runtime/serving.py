@@ -148,7 +148,8 @@ class Server:
 
     def _arrive(self, arrival: Arrival, due_ns: int) -> None:
         tokens = list(self.prompt_of(arrival, 0))
-        served = _Served(arrival, Request(arrival.name, tokens, arrival.total_tokens, len(tokens)))
+        request = Request(arrival.name, tokens, arrival.total_tokens, len(tokens), in_steps=True)
+        served = _Served(arrival, request)
         self.log.arrived(arrival.name, due_ns, arrival.kind, arrival.prompt_tokens)
         self._live.append(served)
         self._waiting.append(served)
@@ -225,18 +226,19 @@ class Server:
             try:
                 self.policy.grow(served.request, num_tokens)
             except TierTooSmall as error:
-                others = [x for x in self._live if x.holds and x is not served and self.policy.frees(x.request)]
+                others = [x for x in self._live if x.holds and x is not served]
                 idle = [x for x in others if x.stage == "between turns"]
                 running = [x for x in others if x.stage in ("prompt", "decoding")]
                 if idle:
                     await self._preempt(max(idle, key=lambda x: x.order))
                     continue
                 if not running:
-                    if not any(x.stage == "storing" for x in self._live):
+                    if not any(x.stage == "storing" for x in others):
                         await self._fail(served, error)
                     return False
-                last = max(running, key=lambda x: x.order)
-                if last.order < served.order:
+                freeing = [x for x in running if self.policy.frees(x.request)]
+                last = max(freeing or running, key=lambda x: x.order)
+                if last.order < served.order and (not freeing or self.policy.frees(served.request)):
                     await self._preempt(served)
                     return False
                 await self._preempt(last)

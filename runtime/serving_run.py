@@ -198,7 +198,7 @@ class _Run:
             result = self._served(make(kind, self.engine, self.wanted.options), prompt_of, ends, progress, observer)
             self.engine.close()
         except (TierTooSmall, OutOfMemory) as error:
-            with suppress(DeviceError):  # in the middle of a step, commands are under way
+            with suppress(DeviceError):  # commands may be under way
                 self.engine.close()
             result = ServingResult(self.wanted.title, self.platform.name, refused=str(error))
         except BaseException:

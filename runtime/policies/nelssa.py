@@ -27,6 +27,7 @@ Where the paper is silent, or this deviates:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -36,6 +37,8 @@ from tierloop.devices.kernels.contract import ITEMSIZE
 from tierloop.runtime.blocks import K, Pool, TierTooSmall, V
 from tierloop.runtime.centroids import Centroids
 from tierloop.runtime.clusters import check_clusters
+from tierloop.runtime.crossover import crossover
+from tierloop.runtime.crossover_estimate import estimate_constants
 from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine, Lane
@@ -57,6 +60,7 @@ from tierloop.runtime.policy import (
     whole_numbers,
 )
 from tierloop.runtime.stages import Float32
+from tierloop.runtime.threshold_loop import ThresholdLoop
 
 LEAD = 8
 """A migration begins when a request has this part of the threshold left to grow: an eighth."""
@@ -144,13 +148,19 @@ class Nelssa(Policy):
         self._blocks: PagedBlocks | None = None
         self._attention = InPlaceAttention(engine)
         self._attention.check([engine.dense.memory])
-        self._near = NearAttention(engine, self._budget)
+        self._near = NearAttention(engine, self._budget, self._pieces.segment_tokens)
         longest = max(self._pieces.segment_tokens, self._pieces.update_tokens)
         self._writer = NearWriter(engine, longest, int(cluster_tokens), int(iterations))
-        self._threshold = float(threshold_tokens) * threshold_scale
+        self._given = float(threshold_tokens)
+        self._threshold_scale = threshold_scale
+        self._threshold = math.nan
+        self._crossover: dict[str, Any] = {}
+        self._loop = ThresholdLoop() if adaptive else None
+        self._branches: list[tuple[Completion, Completion, int, bool]] = []
+        """What began and ended the attention of a layer, of how many rows, or requests where it was near."""
         self._requests: list[Request] = []
         self._credit = 0
-        self._counts = dict.fromkeys(("gpu", "near", "migrated", "forced", "refused"), 0)
+        self._counts = dict.fromkeys(("gpu", "near", "migrated", "forced", "stayed"), 0)
 
     # -- devices ------------------------------------------------------------------------------------------------------
 
@@ -194,9 +204,36 @@ class Nelssa(Policy):
         needed = rows // self._pieces.cluster_tokens * shape.head_dim * item
         return min(needed + needed // 8, int(self._index_share * max(engine.room(engine.dense.memory), 0)))
 
+    # -- the threshold ------------------------------------------------------------------------------------------------
+
+    def _find_threshold(self) -> None:
+        """From the option, or from Eq. 3 with what the devices estimate; infinite where near memories never win."""
+        tokens = self._given
+        if not tokens:
+            tokens = math.inf
+            if self._lanes:
+                item = centroid_dtype(self.shape.dtype)
+                constants = estimate_constants(
+                    self.engine, self._lanes, self._budget, self._pieces.cluster_tokens, item
+                )
+                found = crossover(constants)
+                self._crossover = {"constants": constants.as_dict(), "tokens": found.tokens, "reason": found.reason}
+                tokens = math.inf if found.tokens is None else found.tokens
+        self._threshold = tokens * self._threshold_scale
+
+    def _learn(self) -> None:
+        """Tell the closed loop what the branches of the last step took."""
+        if self._loop is not None:
+            for began, ended, amount, is_near in self._branches:
+                self._loop.learn(ended.ended_ns - began.ended_ns, amount, is_near)
+            self._branches.clear()
+            self._threshold = self._loop.next(self._threshold)
+
     # -- admission ----------------------------------------------------------------------------------------------------
 
     async def admit(self, request: Request) -> None:
+        if math.isnan(self._threshold):
+            self._find_threshold()
         tokens = len(request.tokens)
         is_long = bool(self._lanes) and self._threshold <= tokens
         refusals: list[TierTooSmall] = []
@@ -210,7 +247,6 @@ class Nelssa(Policy):
             except TierTooSmall as error:
                 refusals.append(error)
         else:
-            self._counts["refused"] += 1
             raise TierTooSmall("; and ".join(map(str, refusals)))
         self._counts["near" if near else "gpu"] += 1
         self._requests.append(request)
@@ -221,7 +257,10 @@ class Nelssa(Policy):
         pieces = self._pieces
         if pieces.room(tokens) == pieces.first and self._threshold > tokens:
             raise TierTooSmall(f"{request.name} is too short to be clustered")
-        here = min(tokens, pieces.first + pieces.local_tokens + pieces.block_tokens)
+        here = pieces.first + pieces.local_tokens + pieces.block_tokens
+        if request.in_steps:
+            here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
+        here = min(tokens, here)
         self.blocks.admit(request, here)
         request.state["near"] = self._open(request, attends=True)
 
@@ -308,11 +347,15 @@ class Nelssa(Policy):
         if near is None or request.table is None:
             return True
         waiting = int(request.table.length[0]) - near.end
-        return waiting <= TAIL_SEGMENTS * near.pieces.segment_tokens or not self._due(request, near)
+        moving = bool(near.under_way) or self._due(request, near)
+        most = min(TAIL_SEGMENTS * near.pieces.segment_tokens, self.blocks.capacity_tokens // 2)
+        return waiting <= most or not moving
 
     async def something_moved(self) -> None:
-        await self._writer.written
         await self.step_begins([])
+        if any(near is not None and near.attends and near.under_way for near in map(_near, self._requests)):
+            await self._writer.written
+            await self.step_begins([])
 
     async def prompt_is_stored(self, request: Request) -> None:
         near = _near(request)
@@ -325,6 +368,10 @@ class Nelssa(Policy):
                 await task
         if near.error is not None:
             raise near.error
+        pieces = near.pieces
+        self.blocks.promise(
+            request, pieces.first + pieces.local_tokens + pieces.update_tokens + 2 * pieces.block_tokens
+        )
 
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         return []  # they have their places since `grow`
@@ -342,6 +389,7 @@ class Nelssa(Policy):
             self._publish(request, near)
             if not near.attends and not self._due(request, near) and not near.under_way:
                 self._hand_over(request, near)
+        self._learn()
         if self._migrate and self._lanes:
             self._begin_migrations()
         migrating = []
@@ -432,7 +480,7 @@ class Nelssa(Policy):
         try:
             near = self._open(request, attends=False)
         except TierTooSmall:
-            self._counts["refused"] += 1  # it stays where it is
+            self._counts["stayed"] += 1
             return
         near.forced = forced
         request.state["near"] = near
@@ -456,17 +504,31 @@ class Nelssa(Policy):
         there = [i for i, n in enumerate(nears) if n is not None and n.attends]
         here = [i for i in range(len(nears)) if i not in there]
         done = self._attention.attend(layer, part_of(batch, here), appended) if here else []
+        if here and self._loop is not None and batch.q_len == 1:
+            rows = sum(int(batch.positions[i, -1]) + 1 for i in here)
+            self._branches.append((batch.ready, done[-1], rows, False))
         if there:
             mine = part_of(batch, there)
             held = [n for n in nears if n is not None and n.attends]
             after = [] if self._overlap else done
-            done = [*done, *await self._near.attend(layer, mine, appended, held, after)]
+            near = await self._near.attend(layer, mine, appended, held, after)
+            if self._loop is not None and batch.q_len == 1:
+                self._branches.append((batch.ready, near[-1], len(there), True))
+            done = [*done, *near]
             for number, i in enumerate(there):
                 batch.attended_rows[i] = mine.attended_rows[number]
                 failure = batch.requests[i].failure
                 if failure is not None:
                     self._lost(failure)
         return done
+
+    def could_hold(self, num_tokens: int) -> bool:
+        shape, near = self.shape, [lane.memory for lane in self._lanes]
+        row = shape.num_layers * (shape.row_nbytes(K) + shape.row_nbytes(V))
+        # What a device has does not change with who is there: its room and what requests have taken of it.
+        held = sum(n.rows.nbytes().get(m, 0) for n in map(_near, self._requests) if n is not None for m in near)
+        rows = (sum(max(self.engine.room(memory), 0) for memory in near) + held) // (row * shape.num_kv_heads)
+        return num_tokens <= max(self.blocks.capacity_tokens, rows + self._pieces.first + self._pieces.local_tokens)
 
     def frees(self, request: Request) -> bool:
         near = _near(request)
@@ -493,7 +555,8 @@ class Nelssa(Policy):
 
     def report(self) -> dict[str, Any]:
         return {
-            "threshold_tokens": self._threshold,
+            "threshold_tokens": self._threshold if math.isfinite(self._threshold) else None,
+            "crossover": self._crossover,
             "selected_rows": self._near.selected,
             "requests": dict(self._counts),
             "devices": [lane.memory for lane in self._lanes],

@@ -254,15 +254,23 @@ class BlockTable:
         heads = np.repeat(np.arange(self.shape.num_kv_heads, dtype=np.int64), count)
         return heads, np.tile(np.arange(count, dtype=np.int64), self.shape.num_kv_heads)
 
-    def rows(self, layer: int, heads: Int64, blocks: Int64, sequence: int = 0, places: Places | None = None) -> Rows:
-        """Operands for the given blocks, sorted by (head, block), rows below the layer's length only.
+    def rows(
+        self,
+        layer: int,
+        heads: Int64,
+        blocks: Int64,
+        sequence: int = 0,
+        places: Places | None = None,
+        num_tokens: int = 0,
+    ) -> Rows:
+        """Operands for the given blocks, sorted by (head, block), rows below the layer's length (or `num_tokens`) only.
 
         Neighbouring blocks that are neighbours on the medium too become one run. `places` overrides where the blocks
         lie, for blocks that were staged elsewhere.
         """
         shape = self.shape
         position = blocks * shape.block_tokens
-        count = np.minimum(shape.block_tokens, int(self.length[layer]) - position)
+        count = np.minimum(shape.block_tokens, (num_tokens or int(self.length[layer])) - position)
         assert len(blocks) == 0 or int(count.min()) > 0, "a block without rows was asked for"
         return self._join(heads, position, count, places or self.places(layer, heads, blocks), sequence)
 
@@ -306,6 +314,23 @@ class BlockTable:
         return Places(
             self.pool[layer].reshape(2, -1).take(at, axis=1), self.offset[layer].reshape(2, -1).take(at, axis=1)
         )
+
+    def new_row(self, layer: int, position: int) -> tuple[Pool, Int64] | None:
+        """The pool that a new row of all sides and heads goes to, and its offsets there, int64 [side, head].
+
+        None where they go to several pools.
+        """
+        shape = self.shape
+        block, within = divmod(position, shape.block_tokens)
+        pools = self.pool[layer, :, :, block]
+        number = int(pools[0, 0])
+        if (pools != number).any():
+            return None
+        assert number >= 0, "rows were appended to a block without a place"
+        offsets = self.offset[layer, :, :, block].copy()
+        for side in (K, V):
+            offsets[side] += within * shape.row_nbytes(side)
+        return self.pools[number], offsets
 
     def row_segments(self, layer: int, side: int, first: int, count: int) -> Operand:
         """Places of `count` new rows from position `first` on, for all heads: head-major, one span per row."""

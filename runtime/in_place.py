@@ -19,7 +19,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.blocks import BlockTable, Places, Pool, Rows, join
+from tierloop.runtime.blocks import BlockTable, K, Places, Pool, Rows, V, join
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.policy import Batch, Request
 from tierloop.runtime.scratch import Scratch
@@ -43,6 +43,27 @@ class ChosenRows(NamedTuple):
         return self.heads[first], block[first]
 
 
+@dataclass(frozen=True, eq=False)
+class _Growing:
+    """A request's rows up to the end of its newest block, `num_tokens` of them, and the last run of each KV head."""
+
+    rows: Rows
+    last: Int64
+    num_tokens: int
+
+    def up_to(self, num_tokens: int, row_nbytes: tuple[int, int]) -> Rows:
+        """Without the rows that are not there yet."""
+        missing = self.num_tokens - num_tokens
+        if not missing:
+            return self.rows
+        sides = []
+        for (segment,), size in zip((self.rows.keys, self.rows.values), row_nbytes, strict=True):
+            spans = segment.spans.array.copy()
+            spans[self.last, 1] -= missing * size
+            sides.append((Segment(segment.region, Spans(spans)),))
+        return Rows(self.rows.runs, sides[0], sides[1])
+
+
 @dataclass
 class _Share:
     """What one lane attends in one layer: per request of the batch its blocks, and the roots that it returns.
@@ -56,6 +77,7 @@ class _Share:
     picked: dict[int, ChosenRows] = field(default_factory=dict)
     roots: Int64 = field(default_factory=lambda: np.empty((0, 4), dtype=np.int64))
     kept: dict[int, Rows] = field(default_factory=dict)
+    growing: dict[int, _Growing] = field(default_factory=dict)
 
 
 @dataclass
@@ -194,9 +216,9 @@ class InPlaceAttention:
         shares: dict[str, _Share] = {}
         for i, request in enumerate(batch.requests):
             heads, blocks = chosen[i] if chosen is not None else request.blocks.all_blocks(layer)
-            lanes = self._lanes_of(request.blocks, request.blocks.places(layer, heads, blocks))
+            lanes, which = self._lanes_of(request.blocks, request.blocks.places(layer, heads, blocks))
             for lane in dict.fromkeys(lanes):
-                mine = np.array([x is lane for x in lanes])
+                mine = np.isin(which, [number for number, each in enumerate(lanes) if each is lane])
                 share = shares.setdefault(lane.memory, _Share(lane))
                 share.chosen[i] = (heads[mine], blocks[mine])
                 if i in picked:
@@ -237,11 +259,15 @@ class InPlaceAttention:
                 found[i, head] = ids[ids * shape.split_tokens < length]
         return found
 
-    def _lanes_of(self, table: BlockTable, places: Places) -> list[Lane]:
-        """The lane of each block: its keys' runner, or the host's where keys or values are staged."""
-        lanes: dict[tuple[int, int], Lane] = {}
-        pairs = list(zip(places.pools[0].tolist(), places.pools[1].tolist(), strict=True))
-        for k, v in dict.fromkeys(pairs):
+    def _lanes_of(self, table: BlockTable, places: Places) -> tuple[list[Lane], Int64]:
+        """Lanes, and the number of each block's: its keys' runner, or the host's where keys or values are staged."""
+        many = len(table.pools)
+        pairs, first, which = np.unique(
+            places.pools[0].astype(np.int64) * many + places.pools[1], return_index=True, return_inverse=True
+        )
+        order = np.argsort(first)  # lanes come in the order of the blocks
+        lanes: list[Lane] = []
+        for k, v in [divmod(pair, many) for pair in pairs[order].tolist()]:
             near = self.lane(table.pools[k].memory), self.lane(table.pools[v].memory)
             lane = near[0] if None not in near else self.lane(self._engine.host)
             if lane is None:
@@ -251,8 +277,8 @@ class InPlaceAttention:
                     f"{lane.device.info.name} attends over keys on {table.pools[k].memory}, "
                     f"but does not reach their values on {table.pools[v].memory}"
                 )
-            lanes[k, v] = lane
-        return [lanes[pair] for pair in pairs]
+            lanes.append(lane)
+        return lanes, np.argsort(order)[which]
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -271,10 +297,29 @@ class InPlaceAttention:
             heads, positions = share.picked[i]
             places = self._places(request, layer, heads, positions // self._engine.shape.block_tokens, far)
             return request.blocks.single_rows(layer, heads, positions, i, places), copies, newest
+        if newest and far is None:
+            growing = share.growing.get(i) or self._growing(share, i, request, layer)
+            if growing is not None:
+                length, shape = int(request.blocks.length[layer]), self._engine.shape
+                return growing.up_to(length, (shape.row_nbytes(K), shape.row_nbytes(V))), copies, True
         rows = request.blocks.rows(layer, heads, blocks, i, self._places(request, layer, heads, blocks, far))
         if not newest:
             share.kept[i] = rows
         return rows, copies, newest
+
+    def _growing(self, share: _Share, i: int, request: Request, layer: int) -> _Growing | None:
+        """The rows as they will be when the newest block is full; None where they are not all in one place."""
+        heads, blocks = share.chosen[i]
+        last_block = request.blocks.num_blocks(layer) - 1
+        if int((blocks == last_block).sum()) != len(np.unique(heads)):
+            return None
+        num_tokens = (last_block + 1) * self._engine.shape.block_tokens
+        rows = request.blocks.rows(layer, heads, blocks, i, num_tokens=num_tokens)
+        if len(rows.keys) != 1 or len(rows.values) != 1:
+            return None
+        last = np.flatnonzero(np.append(rows.runs[1:, 1] != rows.runs[:-1, 1], True))
+        growing = share.growing[i] = _Growing(rows, last, num_tokens)
+        return growing
 
     def _places(self, request: Request, layer: int, heads: Int64, blocks: Int64, far: _Far | None) -> Places | None:
         """Places of blocks with the staged ones replaced by their copies; None where nothing is staged."""

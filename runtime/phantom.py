@@ -17,9 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.errors import ConfigurationError, DeviceError, OutOfMemory
 from tierloop.devices.platform import Platform
@@ -33,7 +30,7 @@ from tierloop.runtime.ledger import Ledger
 from tierloop.runtime.policy import Policy, Request, check_options, make
 from tierloop.runtime.results import PolicyResult
 from tierloop.runtime.selection import ReplayedSelection
-from tierloop.runtime.stages import LAST_QUERIES, Prefill, Stages
+from tierloop.runtime.stages import Stages, phantom_prefill
 
 LARGEST_CONTEXT = 1 << 24
 """Tokens of a prompt: 16 times a million."""
@@ -153,7 +150,7 @@ class _Run:
         """Place the prompts, decode, and release; what is reported is of the steps after the warm-up."""
         loop, clock = self._engine.loop, self._platform.clock
         for request in self._requests:
-            loop.run(self._decoder.adopt(request, _prefill(self._engine.shape, request.prompt_tokens)))
+            loop.run(self._decoder.adopt(request, phantom_prefill(self._engine.shape, request.prompt_tokens)))
         placement: Counter[str] = Counter()
         for request in self._requests:
             placement.update(self._policy.placement(request))
@@ -202,22 +199,6 @@ def _hold_weights(engine: Engine, nbytes: int) -> None:
         raise TierTooSmall(
             f"{engine.dense.memory} is too small: {nbytes:,} bytes of weights are needed there"
         ) from error
-
-
-def _prefill(shape: KVShape, tokens: int) -> Prefill:
-    """A prompt of the right shape that takes no memory."""
-
-    def rows(*sizes: int) -> NDArray[np.float32]:
-        return np.broadcast_to(np.float32(0), sizes)
-
-    heads, layers = shape.num_kv_heads, shape.num_layers
-    return Prefill(
-        (),
-        (rows(heads, tokens, shape.head_dim),) * layers,
-        (rows(heads, tokens, shape.head_dim_v),) * layers,
-        (rows(min(tokens, LAST_QUERIES), heads * shape.group, shape.head_dim),) * layers,
-        0,
-    )
 
 
 def _beyond(load: PhantomLoad, limit: int | None) -> list[str]:

@@ -59,8 +59,8 @@ class Request:
     table: BlockTable | None = None
     model: str = ""
     """Fingerprint of the model's weights, where somebody knows it: what is kept of the request is of this model."""
-    in_steps: bool = False
-    """Whether its prompt goes through the model in steps, where it is served (runtime/serving.py)."""
+    is_served: bool = False
+    """Whether the serving loop sees to it that the request has room when it grows (runtime/serving.py)."""
     migrations: int = 0
     """How often its rows have moved to another device for good, while it was served."""
     failure: DeviceError | None = None
@@ -286,14 +286,31 @@ class Policy:
 
     def append(self, layer: int, batch: Batch, after: list[Completion] | None = None) -> Completion:
         """Store the batch's new rows in their blocks, by the executor that computed them."""
+        keys, values = self._places_of_new_rows(layer, batch)
+        done = self.store_rows(layer, batch, keys, values, after)
+        for request in batch.requests:
+            request.blocks.seal(layer)
+        return done
+
+    def _places_of_new_rows(self, layer: int, batch: Batch) -> tuple[Operand, Operand]:
+        """Where the batch's new rows go, K and V: head-major, the requests one after the other."""
+        if batch.q_len == 1:
+            places = [
+                r.blocks.new_row(layer, p) for r, (p,) in zip(batch.requests, batch.positions.tolist(), strict=True)
+            ]
+            pools = {place[0] if place else None for place in places}
+            (pool, *others) = pools
+            if pool is not None and not others:  # they are all in one place: one segment, and not one for each row
+                offsets = np.concatenate([place[1] for place in places if place], axis=1)
+                keys, values = (
+                    Segment(pool.region, Spans.equal(offsets[side], self.shape.row_nbytes(side))) for side in (K, V)
+                )
+                return (keys,), (values,)
         targets: list[list[Segment]] = [[], []]
         for side in (K, V):
             for request, positions in zip(batch.requests, batch.positions, strict=True):
                 targets[side].extend(request.blocks.row_segments(layer, side, int(positions[0]), batch.q_len))
-        done = self.store_rows(layer, batch, tuple(targets[K]), tuple(targets[V]), after)
-        for request in batch.requests:
-            request.blocks.seal(layer)
-        return done
+        return tuple(targets[K]), tuple(targets[V])
 
     def store_rows(
         self, layer: int, batch: Batch, keys: Operand, values: Operand, after: list[Completion] | None = None

@@ -1,7 +1,7 @@
 """What happened to the requests of a serving run: records, and the metrics of the whole.
 
-Who calls this: a serving run gives a `ServingResult`, of the records that its log has made (serving_log.py); the command
-line shows it.
+Who calls this: a serving run gives a `ServingResult`, of the records that its log has made (serving_log.py), and the
+command line shows it.
 
 Times in records are ns from the start of the run, scaled back by the platform's dilation (divided by σ, rounded up), so
 they compare with those of arrivals. A turn counts from when it was *due*, whether or not the loop was looking then:

@@ -32,7 +32,9 @@ from tierloop.runtime.decoder import Decoder, Part
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.loop import Alarm
 from tierloop.runtime.policy import Policy, Request
+from tierloop.runtime.prefill_workers import PrefillWorkers
 from tierloop.runtime.serving_log import Log
+from tierloop.runtime.stages import phantom_prefill
 
 PREEMPTIONS = ("recompute", "swap")
 LARGEST_STEP = 1 << 20
@@ -44,18 +46,23 @@ PromptOf = Callable[[Arrival, int], Sequence[int]]
 class ServingRules:
     """Limits of a step, and what happens to whom there is no room for. Raises ConfigurationError.
 
-    `max_batch` requests at most hold space at a time, `step_tokens` new tokens at most are in a step.
+    `max_batch` requests at most hold space at a time, `step_tokens` new tokens at most are in a step. With
+    `prefill_workers` prompts are prefilled elsewhere (prefill_workers.py); later turns are not.
     """
 
     max_batch: int = 256
     step_tokens: int = 2048
     preemption: Literal["recompute", "swap"] = "recompute"
+    prefill_workers: int = 0
 
     def __post_init__(self) -> None:
         for name, most in (("max_batch", LARGEST_STEP), ("step_tokens", LARGEST_STEP)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigurationError(f"{name} is {value!r}; it must be a whole number from 1 to {most:,}")
+        workers = self.prefill_workers
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= LARGEST_STEP:
+            raise ConfigurationError(f"prefill_workers is {workers!r}; it must be a whole number, 0 or more")
         if self.step_tokens < self.max_batch:
             raise ConfigurationError(
                 f"step_tokens is {self.step_tokens}; it must be at least max_batch, which is {self.max_batch}: every "
@@ -65,7 +72,7 @@ class ServingRules:
             raise ConfigurationError(f"preemption is {self.preemption!r}; it must be one of {', '.join(PREEMPTIONS)}")
 
 
-Stage = Literal["waiting", "prompt", "storing", "decoding", "between turns", "swapped"]
+Stage = Literal["elsewhere", "waiting", "prompt", "storing", "decoding", "between turns", "swapped"]
 
 
 @dataclass(eq=False)
@@ -89,7 +96,7 @@ class _Served:
     @property
     def holds(self) -> bool:
         """Whether it holds space of the policy's."""
-        return self.stage not in ("waiting", "swapped")
+        return self.stage not in ("elsewhere", "waiting", "swapped")
 
 
 @dataclass
@@ -109,6 +116,7 @@ class Server:
     stretch: Callable[[int], int] = lambda _: 0
     whole: float = 1.0
     progress: Callable[[int, int], None] = lambda *_: None
+    workers: PrefillWorkers | None = None
     steps: int = 0
     """Steps so far."""
     log: Log = field(default_factory=Log)
@@ -148,11 +156,42 @@ class Server:
 
     def _arrive(self, arrival: Arrival, due_ns: int) -> None:
         tokens = list(self.prompt_of(arrival, 0))
-        request = Request(arrival.name, tokens, arrival.total_tokens, len(tokens), in_steps=True)
+        request = Request(arrival.name, tokens, arrival.total_tokens, len(tokens), is_served=True)
         served = _Served(arrival, request)
         self.log.arrived(arrival.name, due_ns, arrival.kind, arrival.prompt_tokens)
         self._live.append(served)
-        self._waiting.append(served)
+        self._wait(served, self._waiting.append)
+
+    def _wait(self, served: _Served, queue: Callable[[_Served], None]) -> None:
+        """Put a request without rows where requests wait for room; its prompt may be prefilled first."""
+        served.stage = "waiting" if self.workers is None else "elsewhere"
+        if self.workers is None:
+            queue(served)
+        else:
+            self.engine.loop.spawn(self._prefill_elsewhere(served, self.workers, queue))
+
+    async def _prefill_elsewhere(
+        self, served: _Served, workers: PrefillWorkers, queue: Callable[[_Served], None]
+    ) -> None:
+        await workers.prefill(len(served.request.tokens))
+        served.stage = "waiting"
+        queue(served)
+        self._bell.ring()
+
+    async def _bring(self, served: _Served, workers: PrefillWorkers) -> None:
+        """The prompt's rows come from where it was prefilled; then its first token counts."""
+        request = served.request
+        try:
+            await workers.bring(self.policy.placement(request))
+        except DeviceError as error:
+            request.fail(error)
+            await self._lost(served)
+        else:
+            served.stored = len(request.tokens)
+            served.stage = "decoding"
+            request.tokens.append(0)
+            await self._said(served, 0, self.engine.loop.clock.now())
+        self._bell.ring()
 
     async def _until(self, at_ns: int | None) -> None:
         """Wait for the next arrival, or for somebody who rings the bell."""
@@ -196,9 +235,7 @@ class Server:
                 answering = served.generated > 0 and served.stored == len(request.tokens) - 1
                 served.stage = "decoding" if answering else "prompt"
             else:
-                request.table = self.engine.table(request.max_tokens)
-                await self.policy.admit(request)
-                served.stage = "prompt"
+                await self._let_in(served)
         except TierTooSmall as error:
             if served.stage == "waiting":
                 await self.policy.release(request)
@@ -219,6 +256,18 @@ class Server:
         self._admitted += 1
         served.order = self._admitted
         return True
+
+    async def _let_in(self, served: _Served) -> None:
+        """Admit a request to the policy. Raises TierTooSmall."""
+        request = served.request
+        if self.workers is None:
+            request.table = self.engine.table(request.max_tokens)
+            await self.policy.admit(request)
+            served.stage = "prompt"
+        else:
+            await self.decoder.adopt(request, phantom_prefill(self.engine.shape, len(request.tokens)))
+            served.stage = "storing"
+            self.engine.loop.spawn(self._bring(served, self.workers))
 
     async def _make_room(self, served: _Served, num_tokens: int) -> bool:
         """Let a request grow, preempting others where that is needed; False where it was preempted, or failed."""
@@ -267,9 +316,10 @@ class Server:
         await self.policy.release(served.request)
         served.request.failure = None
         served.stored = 0
-        if served.stage != "between turns":
-            self._waiting.appendleft(served)
-        served.stage = "waiting"
+        if served.stage == "between turns":
+            served.stage = "waiting"
+        else:
+            self._wait(served, self._waiting.appendleft)
 
     async def _in_full(self, moving: Coroutine[Any, Any, None]) -> None:
         """Move a request's rows; what layers that were left out would have taken passes as well."""
@@ -304,7 +354,7 @@ class Server:
             if await self._admit(served):
                 if served.stage == "prompt":
                     left -= await self._chunk(served, left, chunks)
-                elif await self._make_room(served, served.stored + 1):
+                elif served.stage == "decoding" and await self._make_room(served, served.stored + 1):
                     decoding.append(served)
                     left -= 1
             elif self._waiting and self._waiting[0] is served:
@@ -392,8 +442,10 @@ class Server:
         served.request.tokens.extend(self.prompt_of(served.arrival, served.turn))
         if served.stage == "between turns":
             served.stage = "prompt"
-        else:
+        elif served.stage == "swapped":
             self._waiting.append(served)
+        else:
+            self._wait(served, self._waiting.append)
         self._bell.ring()
 
     async def _lost(self, served: _Served) -> None:

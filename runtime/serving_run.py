@@ -37,6 +37,7 @@ from tierloop.runtime.modules import Modules
 from tierloop.runtime.oracle import Recorder
 from tierloop.runtime.policy import Policy, check_options, make
 from tierloop.runtime.prefill import end_tokens
+from tierloop.runtime.prefill_workers import PrefillWorkers
 from tierloop.runtime.served import ServingResult
 from tierloop.runtime.serving import PromptOf, Server, ServingRules
 from tierloop.runtime.stages import Stages
@@ -209,6 +210,17 @@ class _Run:
             observers[:] = [each for each in observers if each in before]
         return replace(result, wall_s=watch.now() / 1e9, notes=tuple(self.platform.notes))
 
+    def _workers(self) -> PrefillWorkers | None:
+        count = self.how.rules.prefill_workers
+        if not count:
+            return None
+        if not self.engine.phantom:
+            raise ConfigurationError(
+                "prefill_workers: a real model's prompts are prefilled where they are decoded; "
+                "workers are for phantom runs"
+            )
+        return PrefillWorkers(self.engine, self.stages, count, self.sample.whole)
+
     def _served(
         self,
         policy: Policy,
@@ -231,6 +243,7 @@ class _Run:
             self.sample.left_out_ns,
             self.sample.whole,
             progress or (lambda *_: None),
+            self._workers(),
         )
         ledger = Ledger(platform)
         observers.append(ledger)

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.runtime.blocks import KVShape
+
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 
@@ -42,6 +44,22 @@ class Prefill:
     values: tuple[Float32, ...]
     queries: tuple[Float32, ...]
     first_token: int
+
+
+def phantom_prefill(shape: KVShape, tokens: int) -> Prefill:
+    """A prompt of the right shape that takes no memory."""
+
+    def rows(*sizes: int) -> NDArray[np.float32]:
+        return np.broadcast_to(np.float32(0), sizes)
+
+    heads, layers = shape.num_kv_heads, shape.num_layers
+    return Prefill(
+        (),
+        (rows(heads, tokens, shape.head_dim),) * layers,
+        (rows(heads, tokens, shape.head_dim_v),) * layers,
+        (rows(min(tokens, LAST_QUERIES), heads * shape.group, shape.head_dim),) * layers,
+        0,
+    )
 
 
 class Activations(Protocol):

@@ -45,7 +45,12 @@ def test_the_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None
     assert shown["workload"]["prompt_tokens"] == 1800
     config = shown["manifest"]["config"]
     assert (config["model"], config["platform"]) == ("llama-3-8b-1048k", "nelssa-h100-4pnm")
-    assert config["serving"]["rules"] == {"max_batch": 256, "step_tokens": 2048, "preemption": "recompute"}
+    assert config["serving"]["rules"] == {
+        "max_batch": 256,
+        "step_tokens": 2048,
+        "preemption": "recompute",
+        "prefill_workers": 0,
+    }
     assert config["traffic"]["short"] == "300:6"
 
 
@@ -101,6 +106,12 @@ def test_a_policy_without_room_is_refused_and_the_others_serve(capsys: pytest.Ca
     assert cores["requests"] == 6
     with pytest.raises(ConfigurationError, match=r"no policy serves on platform nelssa-h100: paged: .* 0 bytes"):
         run(capsys, platform="nelssa-h100", overrides=room)
+
+
+def test_prompts_that_come_from_elsewhere_leave_the_gpu_to_the_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    long: dict[str, Any] = {"requests": 12, "short": "300:40", "long": "40000:4", "long_share": 0.3, "rate": 8.0}
+    here, elsewhere = run(capsys, **long), run(capsys, **long, prefill_workers=4)
+    assert elsewhere["itl_ms"]["p99"] < here["itl_ms"]["p99"]
 
 
 def test_an_invalid_run_ends_with_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,7 @@ class Nelssa(Policy):
         if pieces.room(tokens) == pieces.first and self._threshold > tokens:
             raise TierTooSmall(f"{request.name} is too short to be clustered")
         here = pieces.first + pieces.local_tokens + pieces.block_tokens
-        if request.in_steps:
+        if request.is_served:
             here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
         here = min(tokens, here)
         self.blocks.admit(request, here)
@@ -307,14 +307,14 @@ class Nelssa(Policy):
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
         near, shape = _near(request), self.shape
         if near is None:
-            self.grow(request, request.max_tokens)
+            self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
             await super().place(request, layer, keys, values)
             return
         if layer == 0:
             end = near.pieces.room(keys.shape[1])
             self.blocks.grow(request, min(near.pieces.first, request.max_tokens))
             self.blocks.skip(request, end // shape.block_tokens)
-            self.blocks.grow(request, request.max_tokens)
+            self.blocks.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
         await super().place(request, layer, keys, values)
         if layer == 0:
             self._start_pieces(request, near)

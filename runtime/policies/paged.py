@@ -46,7 +46,7 @@ class Paged(Policy):
         self.blocks.admit(request, len(request.tokens))
 
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
-        self.grow(request, request.max_tokens)
+        self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
         await super().place(request, layer, keys, values)
 
     def grow(self, request: Request, num_tokens: int) -> None:

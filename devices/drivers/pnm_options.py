@@ -1,0 +1,63 @@
+"""Options of the pnm driver: checked before anything is opened, each mistake named with what is allowed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tierloop.devices.drivers.options import integer, names, refuse_unknown
+from tierloop.devices.errors import ConfigurationError
+
+_KNOWN = ["path", "window_nbytes", "queues", "reaches", "deadline_ms", "folder"]
+_MOST_QUEUES = 64
+_MOST_DEADLINE_MS = 86_400_000
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the driver may be told; the meaning of each is in pnm.py."""
+
+    path: str
+    window_nbytes: int | None = None
+    queues: int = 2
+    reaches: tuple[str, ...] = ()
+    deadline_ms: int = 30_000
+
+    @classmethod
+    def of(cls, device: str, options: dict[str, Any], needs_path: bool) -> Options:
+        """Read and check the options of a platform file. Raises ConfigurationError."""
+        refuse_unknown(device, options, _KNOWN)
+        reaches = names(device, options, "reaches")
+        if device in reaches or len(set(reaches)) < len(reaches):
+            raise ConfigurationError(f"{device}: reaches = {list(reaches)}: other memories, each once")
+        return cls(
+            _path(device, options, needs_path),
+            integer(device, options, "window_nbytes", 0, 1) if "window_nbytes" in options else None,
+            _at_most(device, options, "queues", 2, _MOST_QUEUES),
+            reaches,
+            _at_most(device, options, "deadline_ms", 30_000, _MOST_DEADLINE_MS),
+        )
+
+
+def _path(device: str, options: dict[str, Any], needed: bool) -> str:
+    if not needed:
+        if "path" in options:
+            raise ConfigurationError(
+                f"{device}: option 'path' beside a window that was handed in; allowed: one of them"
+            )
+        return ""
+    if "path" not in options:
+        raise ConfigurationError(f"{device}: option 'path' is missing: the file or character device of a window")
+    parts = [options.get("folder", "."), options["path"]]
+    for part in parts:
+        if not isinstance(part, str) or not part or "\0" in part:
+            raise ConfigurationError(f"{device}: path = {part!r}: a path is a string that is not empty")
+    return os.path.join(str(parts[0]), str(parts[1]))
+
+
+def _at_most(device: str, options: dict[str, Any], key: str, default: int, most: int) -> int:
+    given = integer(device, options, key, default, 1)
+    if given > most:
+        raise ConfigurationError(f"{device}: {key} = {given}; allowed: 1 to {most}")
+    return given

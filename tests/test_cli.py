@@ -71,8 +71,10 @@ def test_compare_prints_json_and_nothing_else(run_cli: RunCli, tiny_folder: Path
         "cluster-topk",
         "hybridgen",
         "kvdrive",
+        "nelssa",
+        "paged",
     }
-    sparse = ("topk-blocks", "cluster-topk", "hybridgen", "kvdrive")
+    sparse = ("topk-blocks", "cluster-topk", "hybridgen", "kvdrive", "nelssa")
     for policy in found["policies"]:
         assert policy["refused"] is None
         assert policy["max_error"] <= policy["error_bound"]

@@ -121,13 +121,19 @@ class Engine:
         return memory in self._limits
 
     def room(self, memory: str) -> int:
-        """Bytes that pools and claims may still take of a memory, as far as the engine knows who else has some."""
+        """Bytes that pools and claims may still take of a memory, as far as the engine knows who else has some.
+
+        Of what a limit leaves, half stays free for working space that grows.
+        """
         pools = sum(pool.region.nbytes for pool in self._pools if pool.memory == memory)
-        if memory in self._limits:
-            return self._limits[memory] - pools - sum(r.nbytes for r in self._claims if r.memory == memory)
         info = self.platform.memory_owner(memory).info.memory(memory)
         assert info is not None, "memories are asked for by name"
-        return info.capacity - pools - sum(r.nbytes for r in self._regions if r.memory == memory)
+        room = info.capacity - pools - sum(r.nbytes for r in self._regions if r.memory == memory)
+        if memory in self._limits:
+            limit = self._limits[memory]
+            claims = sum(r.nbytes for r in self._claims if r.memory == memory)
+            room = min(room - max(info.capacity - limit, 0) // 2, limit - pools - claims)
+        return room
 
     def pool(self, memory: str, num_slots: int, slot_nbytes: int = 0) -> Pool:
         """Cut `num_slots` slots (default: of a block's size) out of a memory. Raises TierTooSmall."""

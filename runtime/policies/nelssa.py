@@ -20,7 +20,8 @@ Where the paper is silent, or this deviates:
   what; a device returns a state per node, 10 to 20 of them, and not one per head.
 - A segment of the index ends at multiples of `segment_tokens`; the paper's code divides each prompt evenly. Keys are
   not centred on their mean before they are clustered. Centroids are scored by the softmax of the published code.
-- Steps of several tokens (chunks of prompts, later turns) attend densely, near the memory or streamed to the GPU.
+- Steps of several tokens (chunks of prompts, later turns) attend densely: a prompt that fits stays on the GPU until all
+  of it is there; what is near already is attended there or streamed to the GPU.
 - A migration begins when a request has come within an eighth of the threshold.
 - The closed loop (`adaptive`) is this policy's own: the paper leaves it to future work.
 """
@@ -258,11 +259,33 @@ class Nelssa(Policy):
         if pieces.room(tokens) == pieces.first and self._threshold > tokens:
             raise TierTooSmall(f"{request.name} is too short to be clustered")
         here = pieces.first + pieces.local_tokens + pieces.block_tokens
-        if request.is_served:
-            here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
-        here = min(tokens, here)
-        self.blocks.admit(request, here)
-        request.state["near"] = self._open(request, attends=True)
+        near = self._open(request, attends=True)
+        try:
+            if request.is_served:
+                here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
+                near.at_once = True
+                near.attends = not self._has_room(request, tokens)
+            if near.attends:
+                self.blocks.admit(request, min(tokens, here))
+        except BaseException:
+            near.centroids.close()
+            near.rows.close()
+            raise
+        request.state["near"] = near
+
+    def _has_room(self, request: Request, tokens: int) -> bool:
+        """Whether a prompt can stay on the GPU until all of it is there: its rows need not come back for each chunk.
+
+        Raises TierTooSmall where it could if it waited for those that are about to leave.
+        """
+        try:
+            self.blocks.admit(request, tokens)
+        except TierTooSmall:
+            leaving = any(near is not None and not near.attends for near in map(_near, self._requests))
+            if leaving and self.blocks.could_hold(tokens):
+                raise
+            return False
+        return True
 
     def _open(self, request: Request, attends: bool) -> NearRequest:
         """Take what the request needs in near memories and for its centroids. Raises TierTooSmall."""
@@ -342,7 +365,7 @@ class Nelssa(Policy):
 
     def is_ready(self, request: Request) -> bool:
         near = _near(request)
-        if near is None or request.table is None:
+        if near is None or not near.attends or request.table is None:
             return True
         waiting = int(request.table.length[0]) - near.end
         moving = bool(near.under_way) or self._due(request, near)
@@ -357,7 +380,7 @@ class Nelssa(Policy):
 
     async def prompt_is_stored(self, request: Request) -> None:
         near = _near(request)
-        if near is None or not near.attends:
+        if near is None or not (near.attends or near.at_once):
             return
         self._start_pieces(request, near)
         for piece in list(near.under_way):
@@ -366,7 +389,7 @@ class Nelssa(Policy):
                 await task
         if near.error is not None:
             raise near.error
-        pieces = near.pieces
+        near.at_once, pieces = False, near.pieces
         self.blocks.promise(
             request, pieces.first + pieces.local_tokens + pieces.update_tokens + 2 * pieces.block_tokens
         )
@@ -385,7 +408,8 @@ class Nelssa(Policy):
                 await self._give_up(request, near)
                 continue
             self._publish(request, near)
-            if not near.attends and not self._due(request, near) and not near.under_way:
+            moving = near.attends or near.at_once or near.under_way or self._due(request, near)
+            if not moving:
                 self._hand_over(request, near)
         self._learn()
         if self._migrate and self._devices:
@@ -395,7 +419,7 @@ class Nelssa(Policy):
             near = _near(request)
             if near is not None and near.error is None:
                 self._start_pieces(request, near)
-                if near.attends:
+                if near.attends or near.at_once:
                     for piece in near.under_way:
                         self._writer.begin(near, request.blocks, piece, len(piece.waiting))
                 else:
@@ -490,17 +514,17 @@ class Nelssa(Policy):
         except TierTooSmall:
             self._counts["stayed"] += 1
             return
-        near.forced = forced
+        near.forced, near.is_migration = forced, True
         request.state["near"] = near
         self._counts["forced"] += forced
 
     def _hand_over(self, request: Request, near: NearRequest) -> None:
         """The request has been copied as far as it goes: from the next step on it is attended there."""
-        if not near.forced and int(request.blocks.length[0]) < self._threshold:
+        if near.is_migration and not near.forced and int(request.blocks.length[0]) < self._threshold:
             return
         near.attends = True
-        request.migrations += 1
-        self._counts["migrated"] += 1
+        request.migrations += near.is_migration
+        self._counts["migrated"] += near.is_migration
         self._give_blocks(request, near.pieces.first, near.end)
 
     # -- attention ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ Where the paper is silent, or this deviates:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -66,6 +67,8 @@ LEAD = 8
 """A migration begins when a request has this part of the threshold left to grow: an eighth."""
 TAIL_SEGMENTS = 2
 """Segments of rows that wait on the GPU to be written, at most; then chunks of the prompt wait."""
+WORKING_SHARE = 64
+"""The part of a near memory that no request gets: queries and states of a step lie there."""
 
 
 class Nelssa(Policy):
@@ -277,10 +280,21 @@ class Nelssa(Policy):
             by_room = sorted(range(len(self._lanes)), key=lambda d: -self.engine.room(self._lanes[d].memory))
             shares = divide(self._partition, len(self._lanes), self.shape.num_kv_heads, segments, by_room)
             rows = NearRows(self.engine, self._lanes, shares, pieces.segment_tokens, pieces.first, last, name)
+            taken = Counter(rows.nbytes())
+            for held in (_near(each) for each in self._requests):
+                taken.update({} if held is None else held.rows.nbytes())
+            full = [memory for memory in rows.nbytes() if self._is_full(memory, taken[memory])]
+            if full:
+                rows.close()
+                raise TierTooSmall(f"{', '.join(full)}: {name} leaves no working space there")
         except BaseException:
             centroids.close()
             raise
         return NearRequest(name, request.prompt_tokens, pieces, centroids, rows, attends)
+
+    def _is_full(self, memory: str, taken: int) -> bool:
+        """Whether requests that have `taken` bytes of a near memory leave no working space there."""
+        return self.engine.room(memory) * (WORKING_SHARE - 1) < taken
 
     async def release(self, request: Request) -> None:
         if request in self._requests:
@@ -527,7 +541,8 @@ class Nelssa(Policy):
         row = shape.num_layers * (shape.row_nbytes(K) + shape.row_nbytes(V))
         # What a device has does not change with who is there: its room and what requests have taken of it.
         held = sum(n.rows.nbytes().get(m, 0) for n in map(_near, self._requests) if n is not None for m in near)
-        rows = (sum(max(self.engine.room(memory), 0) for memory in near) + held) // (row * shape.num_kv_heads)
+        room = sum(max(self.engine.room(memory), 0) for memory in near) + held
+        rows = (room - room // WORKING_SHARE) // (row * shape.num_kv_heads)
         return num_tokens <= max(self.blocks.capacity_tokens, rows + self._pieces.first + self._pieces.local_tokens)
 
     def frees(self, request: Request) -> bool:

@@ -50,6 +50,8 @@ class Constants:
     cluster_tokens: int = 16
     index_share: float = 0.7
     """The share of the GPU's room that centroids may take where every request is near: 8 × 1M tokens need 34 GB."""
+    index_share_of_mixes: float = 0.25
+    """The policy's default, where short requests need room as well."""
     devices: tuple[int, ...] = (1, 2, 4, 8)
     layers: int = 2
     """Of 32: layers of a phantom run are alike, and the table `layer-sampling` says what that costs."""
@@ -85,8 +87,12 @@ class Constants:
     """96,000 words."""
     long_output: int = 200
     requests_per_s: float = 6.0
-    requests: int = 100
+    requests: int = 60
+    requests_in_place: int = 30
+    """Where prompts are prefilled by the GPU that decodes, which takes longer to simulate."""
     long_shares: tuple[float, ...] = (0.0, 0.1, 0.3, 0.6)
+    longer_prompt: int = 400_000
+    """One of these fills a GPU."""
     prefill_workers: int = 64
     """Prompts are prefilled elsewhere, as in the published code; so many that nobody waits for one."""
     p95_claimed: float = 3.0
@@ -96,15 +102,21 @@ class Constants:
 
     # -- N6 -------------------------------------------------------------------------------------------------------
     migrating_context: int = 60_000
-    migrating_threshold: int = 60_200
+    migrating_threshold: int = 60_090
     beside: tuple[int, ...] = (2_000,) * 7
-    migration_steps: int = 260
+    migrate_tokens: int = 1024
+    """Copied per step, of all layers: the policy's default."""
+    migration_steps: int = 110
+    steady_steps: int = 16
+    migrating_requests: int = 20
     jitter: float = 0.2
+    real_prompt: int = 512
+    real_tokens: int = 24
 
     # -- N7, N11: real and clustered keys -------------------------------------------------------------------------
     text_model: str = "smollm2-135m"
     text_context: int = 4096
-    text_prompts: int = 2
+    text_prompts: int = 1
     text_tasks: tuple[str, ...] = ("needle", "qa")
     recall_contexts: tuple[int, ...] = (16_384, 131_072)
     recall_prompts: int = 8
@@ -130,6 +142,8 @@ class Constants:
 
     # -- N10 ------------------------------------------------------------------------------------------------------
     occupancy_contexts: tuple[int, ...] = (32_000, 64_000, 100_000, 128_000, 256_000, 512_000, 1_000_000)
+    occupancy_beside: tuple[tuple[int, int], ...] = ((7, 2_000), (16, 8_000))
+    """Short requests of a batch, and their length: little attention on the GPU, and as much as a long request's."""
     occupancy_at: int = 100_000
     occupancy_claimed: float = 0.0412
 

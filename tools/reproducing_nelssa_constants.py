@@ -147,6 +147,11 @@ class Constants:
     occupancy_at: int = 100_000
     occupancy_claimed: float = 0.0412
 
+    # -- questions ------------------------------------------------------------------------------------------------
+    link_rates: tuple[int, ...] = (50 * GB, 25 * GB, 10 * GB, 5 * GB)
+    """Of the link between GPU and host, over which all devices are reached."""
+    sampling_requests: int = 8
+
     @property
     def platforms(self) -> tuple[str, ...]:
         """All platforms that are run."""

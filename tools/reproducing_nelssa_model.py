@@ -107,9 +107,9 @@ def selection_ratio(study: Study) -> Check:
         "exponent of a step's time from 4 to 8 %": whole,
     }
     reason = (
-        f"recall is measured on {study.model} at {c.text_context:,} tokens and on keys that are clusters by construction; "
-        f"the paper's model and its lengths are not here. A step has more parts than near attention, so throughput goes "
-        f"as S to the power of -{whole:.2f}"
+        f"recall is measured on {study.model} at {c.text_context:,} tokens and on keys that are clusters by "
+        f"construction; the paper's model and its lengths are not here. A step has more parts than near attention, so throughput "
+        f"goes as S to the power of -{whole:.2f}"
     )
     return Check("N7", "the share of clusters", claims, "extrapolated", study.seed, reason, details)
 

@@ -29,6 +29,7 @@ def near(
     layers: int | None = None,
     steps: int = 1,
     contexts: tuple[int, ...] = (),
+    links: Overrides | None = None,
     **options: Any,
 ) -> Observed:
     """NELSSA with so many PNM devices; every request is near unless `threshold_tokens` says otherwise."""
@@ -40,7 +41,7 @@ def near(
         "index_share": CONSTANTS.index_share,
         **options,
     }
-    changed = {**gpu_room(layers), **pnm_room(devices, capacity, layers), **slower(devices, bandwidth)}
+    changed = {**gpu_room(layers), **pnm_room(devices, capacity, layers), **slower(devices, bandwidth), **(links or {})}
     platform = CONSTANTS.platform if devices <= 4 else CONSTANTS.eight
     return study.run(
         PhantomRun(

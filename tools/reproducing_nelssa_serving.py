@@ -190,9 +190,11 @@ def batches(study: Study) -> Check:
     collapse = running / crowded_of(ours)
     longer = crowded_of(_row(study, "1 GPU", c.long_shares[-2], long_prompt=c.longer_prompt))
     claims = (
-        Claim("one GPU: while others wait, the batch falls towards 1 (at most 2)", at_most(2.0), running, over(running)),
+        Claim("one GPU: while others wait, the batch falls towards 1 (at most 2)", at_most(2.0), running,
+              over(running)),
         Claim(f"… with prompts of {c.longer_prompt:,} tokens", at_most(2.0), longer, over(longer)),
-        Claim(f"{c.long_prompt:,}: at most half of NELSSA's batch while others wait", at_most(0.5), collapse, over(collapse)),
+        Claim(f"{c.long_prompt:,}: at most half of NELSSA's batch while others wait", at_most(0.5), collapse,
+              over(collapse)),
         Claim("one GPU: more wait than with NELSSA (ratio of means)", at_least(1.0), one["waiting"] / ours["waiting"],
               over(one["waiting"] / ours["waiting"])),
         Claim("NELSSA: no preemptions at any share", at_most(0.0),
@@ -202,8 +204,8 @@ def batches(study: Study) -> Check:
               over(float(one["preemptions"]))),
     )  # fmt: skip
     reason = (
-        f"{c.long_prompt:,} tokens a long prompt, so three of them run on one GPU and seven on four prototypes. A prompt "
-        "is admitted when it fits whole, and outputs are short: nobody outgrows the room, so nobody is preempted; "
+        f"{c.long_prompt:,} tokens a long prompt, so three of them run on one GPU and seven on four prototypes. A "
+        "prompt is admitted when it fits whole, and outputs are short: nobody outgrows the room, so nobody is preempted; "
         f"vLLM takes room chunk by chunk; {_why(study)}"
     )
     return Check("N5", "batch, queue and preemptions", claims, "extrapolated", study.seed, reason, {"rows": rows})

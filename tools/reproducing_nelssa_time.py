@@ -137,7 +137,7 @@ def throughput(study: Study) -> Check:
     reason = (
         f"where not one request fits two GPUs (1,024,000 tokens) there is no ratio: X. The paper's "
         f"{CONSTANTS.paper_speedup:g} times is at 1M tokens, batch 8, over a baseline that it does not name and that "
-        f"is not vLLM on one or two GPUs. One request alone: {of[CONSTANTS.contexts[0], 1, fastest]['over 2 GPUs']:.2f} "
+        f"is not vLLM on one or two GPUs. One request: {of[CONSTANTS.contexts[0], 1, fastest]['over 2 GPUs']:.2f} "
         f"times two GPUs at {CONSTANTS.contexts[0]:,} tokens; {rows[0]['reason']}"
     )
     weakest = "extrapolated" if any(r["provenance"] == "extrapolated" for r in rows) else "simulated"
@@ -158,7 +158,7 @@ def throughput_row(study: Study, context: int, batch: int, rate: int | None, **o
     """One point: tokens/s near memory, on one and two GPUs (None: no request fits), and what kind of number it is."""
     run = near(study, context, batch, bandwidth=rate, **options)
     gpus = [baseline_rate(study, context, batch, count) for count in (1, 2)]
-    ours = tokens_per_s(run, batch)
+    ours = tokens_per_s(run, batch) if run.result.refused is None else None
     return {
         "context": context,
         "batch": batch,
@@ -166,8 +166,8 @@ def throughput_row(study: Study, context: int, batch: int, rate: int | None, **o
         "tokens/s": ours,
         **{f"{count} GPU": each or None for count, each in zip((1, 2), gpus, strict=True)},
         "running on 2 GPUs": fitting(context, batch, 2),
-        "over 1 GPU": ours / gpus[0] if gpus[0] else None,
-        "over 2 GPUs": ours / gpus[1] if gpus[1] else None,
+        "over 1 GPU": ours / gpus[0] if ours and gpus[0] else None,
+        "over 2 GPUs": ours / gpus[1] if ours and gpus[1] else None,
         "range": "measured" if context * batch <= CONSTANTS.measured_tokens else "projected",
         "provenance": provenance(run),
         "reason": reasons(run),
@@ -198,8 +198,8 @@ def breakdown(study: Study) -> Check:
     details = {"rows": rows, "off": off}
     reason = (
         "a step is that of the whole model, projections and MLP as in the run on the GPU alone; Eq. 2 has the search "
-        "and the devices' attention once for each request, communication once. What is left at batch 8 is communication "
-        "that grows with the batch "
+        "and the devices' attention once for each request, communication once. What is left at batch 8 is "
+        "communication that grows with the batch "
         f"(queries, states and cluster numbers of each request), which Eq. 2 does not have; {reasons(*runs)}"
     )
     return Check("N3", "what a step is made of", claims, provenance(*runs), study.seed, reason, details)

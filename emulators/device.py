@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tierloop.devices.clocks import spin_until
-from tierloop.devices.commands import Command, Copy, Launch, Read, Write, verb
+from tierloop.devices.commands import Command, Copy, Launch, Read, Write, segments, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, MediaError, OutOfRange, Unsupported
@@ -233,6 +233,7 @@ class EmulatedDevice:
             for load in self._loads:
                 load.stop()
             self._fabric.users.remove(self._queues.uses)
+            self._fabric.has_lost = True
             if not self._fabric.users:
                 self._numerics.close()
             try:
@@ -254,6 +255,9 @@ class EmulatedDevice:
     # -- carrying out -------------------------------------------------------------------------------------------
 
     def _start(self, completion: Completion) -> None:
+        gone = self._fabric.has_lost and _gone_region(completion.command)
+        if gone:
+            raise Gone(self._name, verb(completion.command), gone)
         job = self._costs[completion.queue].of(completion.command, completion.traffic, True)
         if job.idle or job.fault or completion.traffic.phantom:
             job.outcome = (job.flops, None)
@@ -287,6 +291,9 @@ class EmulatedDevice:
             if job.future is not None:
                 return
             job.outcome = self._numerics.now(self._name, completion.command)
+        gone = self._fabric.has_lost and _gone_region(completion.command)
+        if gone:
+            job.outcome = 0, Gone(self._name, verb(completion.command), gone)
         if job.aside:
             job.outcome = self._numerics.settle(self._name, completion.command, job.aside, job.outcome)
         del self._jobs[completion]
@@ -385,3 +392,12 @@ class EmulatedDevice:
                 "changed": ", ".join(changed) or "nothing",
             },
         )
+
+
+def _gone_region(command: Command) -> str:
+    """Why a command cannot go on whose regions were all there when it was submitted; "" where it can.
+
+    Nobody frees what a command names, so what is freed lay on a device that was closed meanwhile.
+    """
+    freed = [segment.region for segment in segments(command) if segment.region.freed]
+    return f"{freed[0]} lay on {freed[0].device}, which was closed" if freed else ""

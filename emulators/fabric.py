@@ -234,6 +234,8 @@ class Fabric:
         self.regions = Regions()
         self.links = {name: Link(spec, self.flows, site.clock) for name, spec in topology.links.items()}
         self.users: list[Callable[[Region], bool]] = []
+        self.has_lost = False
+        """Whether any device was closed: commands of others may name regions that it had."""
         self._passing: dict[Job, int] = {}  # in a command processor, and until when
         self._tick_at = FAR
         site.links.update(self.links)  # type: ignore[arg-type]  # busy_ns is worked out when it is asked for

@@ -112,15 +112,23 @@ def read(
 
 def write(path: Path, arrivals: Sequence[Arrival]) -> None:
     """Write requests in our own format; `read` gives them back as they are. Raises ConfigurationError."""
+    text = text_of(arrivals)
+    try:
+        path.write_text(text, encoding="ascii")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: the trace cannot be written: {error.strerror or error}") from error
+
+
+def text_of(arrivals: Sequence[Arrival]) -> str:
+    """What `write` writes. Raises ConfigurationError."""
     check(arrivals)
     lines = [json.dumps({"format": FORMAT, "version": VERSION}), *(json.dumps(_as_dict(a)) for a in arrivals)]
     longest = max(map(len, lines))
     if longest >= LONGEST_LINE:
-        raise ConfigurationError(f"{path}: a request takes {longest:,} bytes; less than {LONGEST_LINE:,} are allowed")
-    try:
-        path.write_text("\n".join(lines) + "\n", encoding="ascii")
-    except OSError as error:
-        raise ConfigurationError(f"{path}: the trace cannot be written: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"a request takes {longest:,} bytes in a trace; less than {LONGEST_LINE:,} are allowed"
+        )
+    return "\n".join(lines) + "\n"
 
 
 class _Wrong(ValueError):

@@ -22,6 +22,7 @@ from tierloop.devices.states import cover
 from tierloop.runtime.blocks import K, V
 from tierloop.runtime.crossover import Constants
 from tierloop.runtime.engine import Engine, Lane
+from tierloop.runtime.near_partition import NearDevice
 
 ROWS = 16_384
 """Rows of each KV head that are asked about, at most: enough to leave what a launch costs by itself behind."""
@@ -29,29 +30,29 @@ ROWS = 16_384
 
 def estimate_constants(
     engine: Engine,
-    lanes: Sequence[Lane],
+    devices: Sequence[NearDevice],
     selection_ratio: float,
     cluster_tokens: int,
     centroid_dtype: DType,
 ) -> Constants:
     """For one request at a time, its KV heads divided evenly over the lanes' devices; see the top of the file."""
-    return _Estimates(engine, lanes, selection_ratio, cluster_tokens, centroid_dtype).constants()
+    return _Estimates(engine, devices, selection_ratio, cluster_tokens, centroid_dtype).constants()
 
 
 class _Estimates:
     def __init__(
-        self, engine: Engine, lanes: Sequence[Lane], ratio: float, cluster_tokens: int, centroid_dtype: DType
+        self, engine: Engine, devices: Sequence[NearDevice], ratio: float, cluster_tokens: int, centroid_dtype: DType
     ) -> None:
         self._engine = engine
-        self._lanes = lanes
+        self._devices = devices
         self._ratio = ratio
         self._cluster = cluster_tokens
         self._centroid_dtype = centroid_dtype
         shape = engine.shape
-        self._heads = -(-shape.num_kv_heads // len(lanes))
+        self._heads = -(-shape.num_kv_heads // len(devices))
         """KV heads of the device that has the most."""
         row = shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
-        least = min(max(engine.room(m), 0) for m in (engine.dense.memory, *(lane.memory for lane in lanes)))
+        least = min(max(engine.room(m), 0) for m in (engine.dense.memory, *(device.memory for device in devices)))
         self._rows = max(min(ROWS, least // 4 // row), 8 * cluster_tokens) // cluster_tokens * cluster_tokens
 
     def constants(self) -> Constants:
@@ -59,8 +60,11 @@ class _Estimates:
         engine, shape = self._engine, self._engine.shape
         token = shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
         few, many = self._rows // 2, self._rows
-        gpu = [self._attend(engine.dense, shape.num_kv_heads, rows, 1.0) for rows in (few, many)]
-        near = [[self._attend(lane, self._heads, rows, self._ratio) for rows in (few, many)] for lane in self._lanes]
+        gpu = [self._attend(engine.dense, engine.dense.memory, shape.num_kv_heads, rows, 1.0) for rows in (few, many)]
+        near = [
+            [self._attend(each.lane, each.memory, self._heads, rows, self._ratio) for rows in (few, many)]
+            for each in self._devices
+        ]
         gpu_rate = token * (many - few) * 1e9 / max(gpu[1] - gpu[0], 1)
         picked = self._picked(many) - self._picked(few)
         of_device = token // shape.num_kv_heads * self._heads * self._cluster * picked
@@ -70,7 +74,7 @@ class _Estimates:
         # The GPU's own launch is there in both branches.
         alone = max(gpu[0] - token * few * 1e9 / gpu_rate, 0.0)
         comm = shape.num_layers * max(launch + self._copies() + self._choice() - alone, 0.0)
-        names = ", ".join(lane.device.info.name for lane in self._lanes)
+        names = ", ".join(each.lane.device.info.name for each in self._devices)
         return Constants(
             kv_nbytes=token * shape.num_layers,
             gpu_bytes_per_s=max(gpu_rate, 1.0),
@@ -78,7 +82,7 @@ class _Estimates:
             comm_ns=comm,
             selection_ratio=self._ratio,
             cluster_tokens=self._cluster,
-            num_devices=len(self._lanes),
+            num_devices=len(self._devices),
             element_nbytes=ITEMSIZE[shape.dtype],
             centroid_element_nbytes=ITEMSIZE[self._centroid_dtype],
             sources={
@@ -96,7 +100,7 @@ class _Estimates:
         """Clusters of a KV head that are taken."""
         return max(round(rows // self._cluster * self._ratio), 1)
 
-    def _attend(self, lane: Lane, heads: int, rows: int, ratio: float) -> int:
+    def _attend(self, lane: Lane, memory: str, heads: int, rows: int, ratio: float) -> int:
         """ns of attention over rows of so many KV heads: all of them, or clusters strewn over them."""
         shape = self._engine.shape
         if ratio < 1:
@@ -115,7 +119,7 @@ class _Estimates:
             np.array([[rows]], dtype=np.int64), roots,
         )  # fmt: skip
         sizes_of = [shape.row_nbytes(side) for side in (K, V)]
-        with self._space(lane.memory, heads * rows * sum(sizes_of)) as region, self._states(lane, heads) as states:
+        with self._space(memory, heads * rows * sum(sizes_of)) as region, self._states(lane, heads) as states:
             sides = []
             for side in (K, V):
                 start = side * heads * rows * sizes_of[K]
@@ -135,12 +139,11 @@ class _Estimates:
         engine, shape = self._engine, self._engine.shape
         home, queries = engine.dense.memory, self._heads * shape.group * shape.head_dim * 4
         states = engine.state_nbytes(self._heads)
-        ways = [(self._copy(home, m, queries), self._copy(m, home, states)) for m in (x.memory for x in self._lanes)]
         queues: dict[object, list[tuple[int, int]]] = {}
-        for lane, way in zip(self._lanes, ways, strict=True):
-            mover = engine.mover(home, lane.memory)
-            key = lane.memory if mover is None else (mover.device.info.name, mover.queue)
-            queues.setdefault(key, []).append(way)
+        for there in (each.lane.memory for each in self._devices):
+            mover = engine.mover(home, there)
+            key = there if mover is None else (mover.device.info.name, mover.queue)
+            queues.setdefault(key, []).append((self._copy(home, there, queries), self._copy(there, home, states)))
         return max(sum(first) + sum(max(way) for way in later) for first, *later in queues.values())
 
     def _copy(self, source: str, target: str, nbytes: int) -> int:

@@ -8,6 +8,7 @@ own device first, then copy engines, then cores, then the order of the platform 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device
-from tierloop.devices.errors import ConfigurationError, OutOfMemory, Unsupported
+from tierloop.devices.errors import ConfigurationError, Gone, OutOfMemory, Unsupported
 from tierloop.devices.info import ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels.contract import Attend, KernelArgs, Merge
 from tierloop.devices.platform import Platform
@@ -120,13 +121,19 @@ class Engine:
         return memory in self._limits
 
     def room(self, memory: str) -> int:
-        """Bytes that pools and claims may still take of a memory, as far as the engine knows who else has some."""
+        """Bytes that pools and claims may still take of a memory, as far as the engine knows who else has some.
+
+        Of what a limit leaves, half stays free for working space that grows.
+        """
         pools = sum(pool.region.nbytes for pool in self._pools if pool.memory == memory)
-        if memory in self._limits:
-            return self._limits[memory] - pools - sum(r.nbytes for r in self._claims if r.memory == memory)
         info = self.platform.memory_owner(memory).info.memory(memory)
         assert info is not None, "memories are asked for by name"
-        return info.capacity - pools - sum(r.nbytes for r in self._regions if r.memory == memory)
+        room = info.capacity - pools - sum(r.nbytes for r in self._regions if r.memory == memory)
+        if memory in self._limits:
+            limit = self._limits[memory]
+            claims = sum(r.nbytes for r in self._claims if r.memory == memory)
+            room = min(room - max(info.capacity - limit, 0) // 2, limit - pools - claims)
+        return room
 
     def pool(self, memory: str, num_slots: int, slot_nbytes: int = 0) -> Pool:
         """Cut `num_slots` slots (default: of a block's size) out of a memory. Raises TierTooSmall."""
@@ -183,20 +190,23 @@ class Engine:
         return BlockTable(shape, max_tokens, KeyScales(*size, shape.dtype, region))
 
     def drop(self, region: Region) -> None:
-        """Give scratch back before the engine closes."""
+        """Give scratch back before the engine closes; what lay on a device that is gone has gone with it."""
         self._regions.remove(region)
         if region in self._claims:
             self._claims.remove(region)
-        self.platform.free(region)
+        with suppress(Gone):
+            self.platform.free(region)
 
     def close(self) -> None:
         """Free scratch and pools; the platform stays open."""
         if self.stages in self.platform.site.observers:
             self.platform.site.observers.remove(self.stages)
         for pool in self._pools:
-            pool.close()
+            with suppress(Gone):
+                pool.close()
         for region in self._regions:
-            self.platform.free(region)
+            with suppress(Gone):
+                self.platform.free(region)
         self._pools.clear()
         self._regions.clear()
         self._claims.clear()

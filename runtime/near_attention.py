@@ -13,9 +13,11 @@ A device that fails ends the requests that have rows there (`Request.fail`), and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +50,7 @@ class _Group:
     """Requests that one device attends for, with the same KV heads: numbers in the batch, shares, rows."""
 
     lane: Lane
+    memory: str
     heads: Int64
     members: list[tuple[int, NearShare, Rows, Int64]] = field(default_factory=list)
     """The roots of each are int64 (r, 4) of (number in the batch, KV head, level, index)."""
@@ -56,6 +59,15 @@ class _Group:
     def roots(self) -> Int64:
         """All of them, one request after the other."""
         return np.concatenate([roots for *_, roots in self.members])
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    """What was begun for requests, by their numbers, the last of it last; and why it went no further."""
+
+    members: list[int]
+    begun: list[Completion]
+    error: DeviceError | None
 
 
 class NearAttention:
@@ -73,15 +85,16 @@ class NearAttention:
         self._scratch = Scratch(engine)
         self._readers: dict[int, Completion] = {}
         """Who reads each half of the streamed rows last."""
+        self._begun: list[Completion] = []
         self.selected = 0
         """Rows that were taken by their clusters, of all KV heads."""
 
     async def attend(
-        self, layer: int, batch: Batch, appended: Completion, nears: Sequence[NearRequest], after: list[Completion]
+        self, layer: int, batch: Batch, appended: Completion, nears: Sequence[NearRequest]
     ) -> list[Completion]:
-        """Leave the output of requests with these rows near; what is near starts after `after`.
+        """Leave the output of requests with these rows near; returns what comes after it.
 
-        Returns what comes after the output. Requests whose devices failed have `failure` set, and no output.
+        Requests whose devices failed have `failure` set, and no output.
         """
         engine, slot = self._engine, (layer % LAYERS_UNDER_WAY, batch.part)
         streamed = [batch.q_len > 1 and self._is_streamed(layer, batch, i, near) for i, near in enumerate(nears)]
@@ -94,19 +107,24 @@ class NearAttention:
         home = self._scratch.at("all states", engine.dense.memory, slot, offsets[-1])
         places = [home.region.at(a, b - a) for a, b in pairwise(offsets)]
         done = [self._attend_here(layer, batch, nears, here, places[0], appended)]
-        copies = [self._attend_near(batch, g, place, slot, after) for g, place in zip(groups, places[1:], strict=False)]
+        awaited: list[_Awaited] = []
+        for group, place in zip(groups, places[1:], strict=False):
+            members = [i for i, *_ in group.members]
+            awaited.append(self._or_error(self._attend_near, members, batch, group, place, slot))
         number = 1 + len(groups)
         for i, slices in pieces.items():
             for low, high, roots in slices:
-                done.append(self._stream(layer, batch, i, nears[i], low, high, roots, places[number]))
+                place = places[number]
+                args = layer, batch, i, nears[i], low, high, roots, place
+                awaited.append(self._or_error(self._stream, [i], *args))
                 number += 1
-        lost = await self._settle(batch, groups, copies)
+        lost = await self._settle(batch, awaited)
         merged = [roots if not lost else roots[~np.isin(roots[:, 0], list(lost))] for roots in tables]
         if lost:
             merged, places = self._without(lost, tables, places, batch.q_len)
         states = [place for place in places if place.spans.nbytes]
         everything = np.concatenate(merged)
-        # The copies have ended: what is merged with the modules' own states is there.
+        # What near devices do has ended: what is merged with the modules' own states is there.
         return [engine.merge(states, everything, batch.positions, batch.output, done)] if len(everything) else done
 
     # -- which rows ---------------------------------------------------------------------------------------------------
@@ -227,26 +245,26 @@ class NearAttention:
                 continue
             cut = near.cut(int(batch.positions[i, -1]) + 1, self._engine.shape.split_tokens)
             for share, nodes in zip(near.rows.shares, cut.shares, strict=True):
-                key = (share.lane.memory, share.share.heads.tobytes())
-                group = groups.setdefault(key, _Group(share.lane, share.share.heads))
+                key = (share.near.memory, share.share.heads.tobytes())
+                group = groups.setdefault(key, _Group(share.near.lane, share.near.memory, share.share.heads))
                 rows = near.rows.operands(share, layer, len(group.members), mine)
                 if len(rows.runs):
                     roots = _table((i, head, *node) for head in share.share.heads.tolist() for node in nodes)
                     group.members.append((i, share, rows, roots))
         return [group for group in groups.values() if group.members]
 
-    def _attend_near(
-        self, batch: Batch, group: _Group, home: Segment, slot: tuple[int, int], after: list[Completion]
-    ) -> Completion:
+    def _attend_near(self, batch: Batch, group: _Group, home: Segment, slot: tuple[int, int]) -> Completion:
         """Queries of the group's heads there, its states back."""
         engine, lane = self._engine, group.lane
         queries = self._queries_of(batch, [i for i, *_ in group.members], group.heads)
-        use = f"{int(group.heads[0])}"
+        use = f"{group.memory} {int(group.heads[0])}"
         there = self._scratch.at(f"queries {use}", lane.memory, slot, queries.spans.nbytes)
-        copied = engine.stages.mark(engine.copy(queries, there, [batch.ready, *after]), "queries")
+        copied = engine.stages.mark(engine.copy(queries, there, [batch.ready]), "queries")
+        self._begun.append(copied)
         states = self._scratch.at(f"states {use}", lane.memory, slot, home.spans.nbytes)
         launch = self._launch(batch, group, there, states)
         done = engine.stages.mark(lane.submit(launch, [copied]), "near")
+        self._begun.append(done)
         return engine.stages.mark(engine.copy(states, home, [done]), "states")
 
     def _launch(self, batch: Batch, group: _Group, queries: Segment, states: Segment) -> Launch:
@@ -281,14 +299,31 @@ class NearAttention:
         )
         return Segment(batch.queries.region, Spans.equal(offsets + int(heads[0]) * row, len(heads) * row))
 
-    async def _settle(self, batch: Batch, groups: Sequence[_Group], copies: Sequence[Completion]) -> set[int]:
-        """Wait for what is near; the numbers of requests whose devices failed, which have been told."""
+    def _or_error(self, submit: Callable[..., Completion], members: list[int], *args: Any) -> _Awaited:
+        """What is submitted, or why it was not: a device that is gone says so at once."""
+        self._begun = []
+        error = None
+        try:
+            self._begun.append(submit(*args))
+        except DeviceError as refused:
+            error = refused
+        return _Awaited(members, self._begun, error)
+
+    async def _settle(self, batch: Batch, awaited: Sequence[_Awaited]) -> set[int]:
+        """Wait for what near devices do; the numbers of requests whose devices failed, which have been told."""
         lost: set[int] = set()
-        for group, copy in zip(groups, copies, strict=True):
-            try:
-                await copy
-            except DeviceError as error:
-                for i, *_ in group.members:
+        for each in awaited:
+            error = each.error
+            if error is None:
+                try:
+                    await each.begun[-1]
+                except DeviceError as failure:
+                    error = failure
+            if error is not None:
+                for completion in each.begun:  # all are looked at: the first to fail is not always the last to tell
+                    with suppress(DeviceError):
+                        await completion
+                for i in each.members:
                     batch.requests[i].fail(error)
                     lost.add(i)
         return lost
@@ -332,6 +367,8 @@ class NearAttention:
                 estimate = group.lane.device.estimate(self._launch(one, group, queries, states), group.lane.queue)
             except Unsupported:
                 return True
+            except DeviceError:
+                return False  # whoever attends will hear of it
             near_ns = max(near_ns, estimate.duration_ns)
         some = min(near.end, first + self._streamed) - first
         for source, target in self._copies(layer, near, first, first + some):
@@ -367,10 +404,10 @@ class NearAttention:
         engine, shape = self._engine, self._engine.shape
         half = low // self._streamed % 2
         before = [self._readers[half]] if half in self._readers else []
-        copies = [
-            engine.stages.mark(engine.copy(source, target, before), "stream")
-            for source, target in self._copies(layer, near, low, high)
-        ]
+        copies = []
+        for source, target in self._copies(layer, near, low, high):
+            copies.append(engine.stages.mark(engine.copy(source, target, before), "stream"))
+            self._begun.append(copies[-1])
         members = near.centroids.members(layer)
         first, segment = near.pieces.first, near.pieces.segment_tokens
         rows = [pick_all(m, low, high, first, segment, engine.phantom) for m in members]

@@ -15,9 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.errors import ConfigurationError
+from tierloop.runtime.engine import Lane
 
 Int64 = NDArray[np.int64]
 PARTITIONS = ("head", "token", "request", "sequence")
+
+
+@dataclass(frozen=True, eq=False)
+class NearDevice:
+    """A memory that rows lie on, and who attends over it: queries and states lie on the memory of the lane's device."""
+
+    memory: str
+    lane: Lane
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,6 +105,10 @@ class NearRequest:
     attends: bool
     forced: bool = False
     """Whether it moves because there is no room for it, however short it is."""
+    is_migration: bool = False
+    """Whether it was decoded on the GPU before."""
+    at_once: bool = False
+    """Whether what can be written is written at once, and not a little in each step: its prompt is still coming."""
     started: int = 0
     under_way: list[Piece] = field(default_factory=list)
     error: DeviceError | None = None

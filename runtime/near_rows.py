@@ -19,8 +19,8 @@ from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import K, Rows, V
 from tierloop.runtime.centroids import Members
-from tierloop.runtime.engine import Engine, Lane
-from tierloop.runtime.near_partition import Share
+from tierloop.runtime.engine import Engine
+from tierloop.runtime.near_partition import NearDevice, Share
 
 Int64 = NDArray[np.int64]
 
@@ -39,10 +39,10 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NearShare:
-    """A share of a request, its region and who attends over it; `first_row[s]` is where segment s begins, or −1."""
+    """A share of a request, its region and the device; `first_row[s]` is where segment s begins, or −1."""
 
     share: Share
-    lane: Lane
+    near: NearDevice
     region: Region
     num_rows: int
     first_row: Int64
@@ -54,7 +54,7 @@ class NearRows:
     def __init__(
         self,
         engine: Engine,
-        lanes: Sequence[Lane],
+        devices: Sequence[NearDevice],
         shares: Sequence[Share],
         segment_tokens: int,
         first: int,
@@ -75,10 +75,10 @@ class NearRows:
                 sizes = np.diff(borders)[share.segments]
                 first_row = np.full(len(borders) - 1, -1, dtype=np.int64)
                 first_row[share.segments] = np.cumsum(sizes) - sizes
-                rows, lane = int(sizes.sum()), lanes[share.device]
+                rows, near = int(sizes.sum()), devices[share.device]
                 nbytes = shape.num_layers * len(share.heads) * rows * sum(self._row_nbytes)
-                region = engine.claim(lane.memory, nbytes, f"clusters of {request_name}")
-                self.shares.append(NearShare(share, lane, region, rows, first_row))
+                region = engine.claim(near.memory, nbytes, f"clusters of {request_name}")
+                self.shares.append(NearShare(share, near, region, rows, first_row))
         except BaseException:
             self.close()
             raise
@@ -93,7 +93,7 @@ class NearRows:
         """Bytes by memory."""
         found: dict[str, int] = {}
         for each in self.shares:
-            found[each.lane.memory] = found.get(each.lane.memory, 0) + each.region.nbytes
+            found[each.near.memory] = found.get(each.near.memory, 0) + each.region.nbytes
         return found
 
     def at(self, near: NearShare, layer: int, side: int, heads: Int64, rows: Int64, counts: Int64) -> Segment:

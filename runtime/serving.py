@@ -21,9 +21,9 @@ The loop knows nothing of devices and time but the clock: the same code serves a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from tierloop.devices.errors import ConfigurationError, DeviceError, Unsupported
 from tierloop.runtime.arrivals import Arrival, check
@@ -33,7 +33,7 @@ from tierloop.runtime.engine import Engine
 from tierloop.runtime.loop import Alarm
 from tierloop.runtime.policy import Policy, Request
 from tierloop.runtime.prefill_workers import PrefillWorkers
-from tierloop.runtime.served import Log
+from tierloop.runtime.serving_log import Log
 from tierloop.runtime.stages import phantom_prefill
 
 PREEMPTIONS = ("recompute", "swap")
@@ -231,7 +231,7 @@ class Server:
         request = served.request
         try:
             if served.stage == "swapped":
-                await self.policy.swap_in(request)
+                await self._in_full(self.policy.swap_in(request))
                 answering = served.generated > 0 and served.stored == len(request.tokens) - 1
                 served.stage = "decoding" if answering else "prompt"
             else:
@@ -300,7 +300,7 @@ class Server:
         between_turns = served.stage == "between turns"
         if self.rules.preemption == "swap":
             try:
-                await self.policy.swap_out(served.request)
+                await self._in_full(self.policy.swap_out(served.request))
             except (TierTooSmall, Unsupported):
                 pass  # the host's memory is full as well, or the policy cannot: recompute
             else:
@@ -320,6 +320,18 @@ class Server:
             served.stage = "waiting"
         else:
             self._wait(served, self._waiting.appendleft)
+
+    async def _in_full(self, moving: Coroutine[Any, Any, None]) -> None:
+        """Move a request's rows; what layers that were left out would have taken passes as well."""
+        begun = self.engine.loop.clock.now()
+        await moving
+        await self._pass(round((self.engine.loop.clock.now() - begun) * (self.whole - 1)))
+
+    async def _pass(self, ns: int) -> None:
+        if ns:
+            alarm = Alarm()
+            self.engine.loop.clock.call_at(self.engine.loop.clock.now() + ns, alarm.ring)
+            await alarm
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -379,11 +391,7 @@ class Server:
                 raise
             said = [[] for _ in parts]
         self.steps += 1
-        longer = self.stretch(begun)
-        if longer:
-            alarm = Alarm()
-            clock.call_at(clock.now() + longer, alarm.ring)
-            await alarm
+        await self._pass(self.stretch(begun))
         now = clock.now()
         for (served, part), tokens in zip(parts, said, strict=True):
             for number, each in enumerate(served):

@@ -28,39 +28,6 @@ COMMANDS = ("doctor", "list", "run", "compare", "demo", "bench", "conformance", 
 SHORT = ("--prompt-tokens", "300", "--tokens", "3")
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer Llama with a token per byte, as a transformers folder."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)  # type: ignore[no-untyped-call]
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 RunCli = Callable[..., tuple[int, str, str]]
 
 
@@ -104,8 +71,10 @@ def test_compare_prints_json_and_nothing_else(run_cli: RunCli, tiny_folder: Path
         "cluster-topk",
         "hybridgen",
         "kvdrive",
+        "nelssa",
+        "paged",
     }
-    sparse = ("topk-blocks", "cluster-topk", "hybridgen", "kvdrive")
+    sparse = ("topk-blocks", "cluster-topk", "hybridgen", "kvdrive", "nelssa")
     for policy in found["policies"]:
         assert policy["refused"] is None
         assert policy["max_error"] <= policy["error_bound"]

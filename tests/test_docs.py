@@ -120,6 +120,12 @@ def test_the_example_of_persistence_runs(installed: Callable[[Path], None], caps
     assert "intact=True" in second
 
 
+def test_the_example_of_serving_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks(ROOT / "docs" / "serving.md")
+    assert not names["served"].failures
+    assert capsys.readouterr().out.endswith("1.0\n")
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_policy_that_the_page_builds_runs(installed: Callable[[Path], None]) -> None:
@@ -170,6 +176,7 @@ def test_every_command_and_option_is_documented() -> None:
         "phantom",
         "reproduce",
         "tune",
+        "serve-bench",
     }
     for command, options in commands.items():
         assert f"`tierloop {command}`" in overview

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.results import DeviceUse, LinkUse
-from tierloop.runtime.served import NEVER, UNFINISHED, Limits, Log, Sample, Served, ServedTurn, ServingResult
+from tierloop.runtime.served import NEVER, UNFINISHED, Limits, Sample, Served, ServedTurn, ServingResult
+from tierloop.runtime.serving_log import Log
 from tierloop.runtime.spread import nothing
 
 MS = 10**6

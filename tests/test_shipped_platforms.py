@@ -23,6 +23,8 @@ KINDS = {
     "kvdrive-l20": ["gpu", "cpu", "nvme"],
     "kvdrive-h20": ["gpu", "cpu", "nvme"],
     "kvdrive-4090": ["gpu", "cpu", "nvme"],
+    "nelssa-h100": ["gpu", "cpu"],
+    "nelssa-h100x2": ["gpu", "cpu"],
 }
 GPUS = {
     "t4": (65.0, 16, 300),
@@ -34,11 +36,12 @@ GPUS = {
     "a100-40": (312.0, 40, 1555),
     "a100-80": (312.0, 80, 2039),
     "h100-sxm": (989.5, 80, 3350),
+    "h100-sxm-x2": (1979.0, 160, 6700),
     "h100-pcie": (756.5, 80, 2000),
     "h20": (148.0, 96, 4000),
     "h200": (989.5, 141, 4800),
 }
-"""Dense 16-bit TFLOP/s with fp32 accumulation, GB, and GB/s: datasheets and whitepapers."""
+"""Dense 16-bit TFLOP/s with fp32 accumulation, GB, and GB/s: datasheets and whitepapers; x2 is two of them as one."""
 CXL = {
     "cxl-ipdps-a": (24.1, 220),
     "cxl-ipdps-b": (75.0, 280),

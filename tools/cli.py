@@ -53,6 +53,7 @@ from tierloop.tools.output import OutputError
 from tierloop.tools.phantom import phantom
 from tierloop.tools.reproduce import reproduce
 from tierloop.tools.run import run
+from tierloop.tools.serve_bench import serve_bench
 from tierloop.tools.tune import tune
 from tierloop.tools.verify import verify
 from tierloop.tools.window_sizes import window_sizes
@@ -84,6 +85,7 @@ for command, name in (
     (phantom, "phantom"),
     (reproduce, "reproduce"),
     (tune, "tune"),
+    (serve_bench, "serve-bench"),
 ):
     app.command(name)(command)
 

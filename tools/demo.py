@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from tierloop.runtime.compare import PolicyRequest
 
 POLICIES = ("stream-offload", "cpu-attention", "split-all", "topk-blocks")
+SYSTEMS = {
+    "hybridgen": {},
+    "kvdrive": {"dram_share": 0.2},
+    "nelssa": {"threshold_tokens": 1024, "budget": 0.1},
+}
 RAISED = "demo-large-gpu"
 RAISED_MEMORY = {"devices.gpu.capacity": 1 << 30}
 
@@ -52,10 +57,11 @@ def demo(
     from tierloop.runtime.compare import PolicyRequest
 
     everywhere = [PolicyRequest(name) for name in POLICIES]
+    systems = [PolicyRequest(name, dict(given)) for name, given in SYSTEMS.items()]
     gpu_alone = [PolicyRequest("all-gpu"), PolicyRequest("all-gpu", platform=RAISED, label="all-gpu, raised memory")]
     asked = Asked(model=model, platform="demo", prompt_tokens=prompt_tokens, seed=seed, tokens=tokens, cache=cache)
     stages = [
-        (asked, [*gpu_alone, *everywhere, PolicyRequest("hybridgen"), PolicyRequest("kvdrive", {"dram_share": 0.2})]),
+        (asked, [*gpu_alone, *everywhere, *systems]),
         (replace(asked, platform="demo-wall", tokens=min(wall_tokens, tokens)), everywhere),
         (replace(asked, platform="demo-host", tokens=min(wall_tokens, tokens)), everywhere),
     ]

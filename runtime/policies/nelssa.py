@@ -20,7 +20,8 @@ Where the paper is silent, or this deviates:
   what; a device returns a state per node, 10 to 20 of them, and not one per head.
 - A segment of the index ends at multiples of `segment_tokens`; the paper's code divides each prompt evenly. Keys are
   not centred on their mean before they are clustered. Centroids are scored by the softmax of the published code.
-- Steps of several tokens (chunks of prompts, later turns) attend densely, near the memory or streamed to the GPU.
+- Steps of several tokens (chunks of prompts, later turns) attend densely: a prompt that fits stays on the GPU until all
+  of it is there; what is near already is attended there or streamed to the GPU.
 - A migration begins when a request has come within an eighth of the threshold.
 - The closed loop (`adaptive`) is this policy's own: the paper leaves it to future work.
 """
@@ -33,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError, Gone
+from tierloop.devices.errors import ConfigurationError, DeviceError, Gone, OutOfMemory
 from tierloop.devices.kernels.contract import ITEMSIZE
 from tierloop.runtime.blocks import K, Pool, TierTooSmall, V
 from tierloop.runtime.centroids import Centroids
@@ -42,10 +43,10 @@ from tierloop.runtime.crossover import crossover
 from tierloop.runtime.crossover_estimate import estimate_constants
 from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
-from tierloop.runtime.engine import Engine, Lane
+from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
 from tierloop.runtime.near_attention import NearAttention, part_of
-from tierloop.runtime.near_partition import PARTITIONS, divide
+from tierloop.runtime.near_partition import PARTITIONS, NearDevice, divide
 from tierloop.runtime.near_request import NearRequest, Piece, Pieces
 from tierloop.runtime.near_rows import NearRows, num_segments
 from tierloop.runtime.near_writer import NearWriter, centroid_dtype
@@ -138,12 +139,12 @@ class Nelssa(Policy):
         )
         self._budget = 1.0 if "sparsity" in off else budget
         self._partition = partition
-        self._lanes = [] if "near" in off else self._near_lanes(near)
+        self._devices = [] if "near" in off else self._near_devices(near)
         if "partition" in off:
-            self._lanes = self._lanes[:1]
-        if self._lanes:
+            self._devices = self._devices[:1]
+        if self._devices:
             check_clusters(engine)
-            divide(partition, len(self._lanes), self.shape.num_kv_heads, 1, [0])
+            divide(partition, len(self._devices), self.shape.num_kv_heads, 1, [0])
         self._migrate = "migration" not in off
         self._overlap = "overlap" not in off
         self._migrate_tokens = int(migrate_tokens)
@@ -167,7 +168,7 @@ class Nelssa(Policy):
 
     # -- devices ------------------------------------------------------------------------------------------------------
 
-    def _near_lanes(self, names: Sequence[str]) -> list[Lane]:
+    def _near_devices(self, names: Sequence[str]) -> list[NearDevice]:
         """Who attends near which memory: those named, or all PNM memories."""
         engine = self.engine
         if isinstance(names, str) or not isinstance(names, Sequence):
@@ -177,19 +178,19 @@ class Nelssa(Policy):
         if not wanted:
             raise ConfigurationError(
                 f"nelssa: platform {engine.platform.name} has no pnm memory; name others in `near` "
-                f"({', '.join(known)}), or switch them off (without near)"
+                f"({', '.join(known) or 'there are none'}), or switch them off (without near)"
             )
-        lanes = []
+        devices = []
         for name in wanted:
             if name not in known:
                 raise ConfigurationError(f"nelssa: near {name!r}: it must be one of {', '.join(known) or 'none'}")
             lane = engine.runner("attend", name)
             if lane is None:
                 raise ConfigurationError(f"nelssa: nobody attends over {self.shape.dtype} rows on {name}")
-            lanes.append(lane)
+            devices.append(NearDevice(name, lane))
         if len(set(wanted)) < len(wanted):
             raise ConfigurationError(f"nelssa: near names a memory twice: {', '.join(wanted)}")
-        return lanes
+        return devices
 
     @property
     def blocks(self) -> PagedBlocks:
@@ -202,7 +203,7 @@ class Nelssa(Policy):
         """Bytes of the centroids of all rows that near memories hold, and at most `index_share` of the room."""
         shape, engine = self.shape, self.engine
         row = shape.row_nbytes(K) + shape.row_nbytes(V)
-        rows = sum(max(engine.room(lane.memory), 0) for lane in self._lanes) // row
+        rows = sum(max(engine.room(device.memory), 0) for device in self._devices) // row
         item = ITEMSIZE[centroid_dtype(shape.dtype)]
         needed = rows // self._pieces.cluster_tokens * shape.head_dim * item
         return min(needed + needed // 8, int(self._index_share * max(engine.room(engine.dense.memory), 0)))
@@ -214,10 +215,10 @@ class Nelssa(Policy):
         tokens = self._given
         if not tokens:
             tokens = math.inf
-            if self._lanes:
+            if self._devices:
                 item = centroid_dtype(self.shape.dtype)
                 constants = estimate_constants(
-                    self.engine, self._lanes, self._budget, self._pieces.cluster_tokens, item
+                    self.engine, self._devices, self._budget, self._pieces.cluster_tokens, item
                 )
                 found = crossover(constants)
                 self._crossover = {"constants": constants.as_dict(), "tokens": found.tokens, "reason": found.reason}
@@ -238,7 +239,7 @@ class Nelssa(Policy):
         if math.isnan(self._threshold):
             self._find_threshold()
         tokens = len(request.tokens)
-        is_long = bool(self._lanes) and self._threshold <= tokens
+        is_long = bool(self._devices) and self._threshold <= tokens
         refusals: list[TierTooSmall] = []
         for near in (True, False) if is_long else (False, True):
             try:
@@ -255,40 +256,59 @@ class Nelssa(Policy):
         self._requests.append(request)
 
     def _admit_near(self, request: Request, tokens: int) -> None:
-        if not self._lanes:
+        if not self._devices:
             raise TierTooSmall(f"{request.name} has no near memory to go to")
         pieces = self._pieces
         if pieces.room(tokens) == pieces.first and self._threshold > tokens:
             raise TierTooSmall(f"{request.name} is too short to be clustered")
         here = pieces.first + pieces.local_tokens + pieces.block_tokens
-        if request.is_served:
-            here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
-        here = min(tokens, here)
-        self.blocks.admit(request, here)
-        request.state["near"] = self._open(request, attends=True)
+        near = self._open(request, attends=True)
+        try:
+            if request.is_served:
+                here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
+                near.at_once = True
+                near.attends = not self._has_room(request, tokens)
+            if near.attends:
+                self.blocks.admit(request, min(tokens, here))
+        except BaseException:
+            near.centroids.close()
+            near.rows.close()
+            raise
+        request.state["near"] = near
+
+    def _has_room(self, request: Request, tokens: int) -> bool:
+        """Whether a prompt can stay on the GPU until all of it is there: its rows need not come back for each chunk.
+
+        Raises TierTooSmall where it could if it waited for those that are about to leave.
+        """
+        try:
+            self.blocks.admit(request, tokens)
+        except TierTooSmall:
+            leaving = any(near is not None and not near.attends for near in map(_near, self._requests))
+            if leaving and self.blocks.could_hold(tokens):
+                raise
+            return False
+        return True
 
     def _open(self, request: Request, attends: bool) -> NearRequest:
         """Take what the request needs in near memories and for its centroids. Raises TierTooSmall."""
         pieces, most = self._pieces, request.max_tokens
         last = max(pieces.room(most), pieces.first + 1)
-        width, name = pieces.most_clusters(most), request.name
-        centroids = Centroids(
-            self.engine, width, pieces.first, f"centroids of {name}", centroid_dtype(self.shape.dtype)
-        )
+        name, segments = request.name, num_segments(last, pieces.segment_tokens)
+        by_room = sorted(range(len(self._devices)), key=lambda d: -self.engine.room(self._devices[d].memory))
+        shares = divide(self._partition, len(self._devices), self.shape.num_kv_heads, segments, by_room)
+        rows = NearRows(self.engine, self._devices, shares, pieces.segment_tokens, pieces.first, last, name)
         try:
-            segments = num_segments(last, pieces.segment_tokens)
-            by_room = sorted(range(len(self._lanes)), key=lambda d: -self.engine.room(self._lanes[d].memory))
-            shares = divide(self._partition, len(self._lanes), self.shape.num_kv_heads, segments, by_room)
-            rows = NearRows(self.engine, self._lanes, shares, pieces.segment_tokens, pieces.first, last, name)
             taken = Counter(rows.nbytes())
             for held in (_near(each) for each in self._requests):
                 taken.update({} if held is None else held.rows.nbytes())
             full = [memory for memory in rows.nbytes() if self._is_full(memory, taken[memory])]
             if full:
-                rows.close()
                 raise TierTooSmall(f"{', '.join(full)}: {name} leaves no working space there")
+            width, dtype = pieces.most_clusters(most), centroid_dtype(self.shape.dtype)
+            centroids = Centroids(self.engine, width, pieces.first, f"centroids of {name}", dtype)
         except BaseException:
-            centroids.close()
+            rows.close()
             raise
         return NearRequest(name, request.prompt_tokens, pieces, centroids, rows, attends)
 
@@ -358,7 +378,7 @@ class Nelssa(Policy):
 
     def is_ready(self, request: Request) -> bool:
         near = _near(request)
-        if near is None or request.table is None:
+        if near is None or not near.attends or request.table is None:
             return True
         waiting = int(request.table.length[0]) - near.end
         moving = bool(near.under_way) or self._due(request, near)
@@ -373,7 +393,7 @@ class Nelssa(Policy):
 
     async def prompt_is_stored(self, request: Request) -> None:
         near = _near(request)
-        if near is None or not near.attends:
+        if near is None or not (near.attends or near.at_once):
             return
         self._start_pieces(request, near)
         for piece in list(near.under_way):
@@ -382,7 +402,7 @@ class Nelssa(Policy):
                 await task
         if near.error is not None:
             raise near.error
-        pieces = near.pieces
+        near.at_once, pieces = False, near.pieces
         self.blocks.promise(
             request, pieces.first + pieces.local_tokens + pieces.update_tokens + 2 * pieces.block_tokens
         )
@@ -401,17 +421,18 @@ class Nelssa(Policy):
                 await self._give_up(request, near)
                 continue
             self._publish(request, near)
-            if not near.attends and not self._due(request, near) and not near.under_way:
+            moving = near.attends or near.at_once or near.under_way or self._due(request, near)
+            if not moving:
                 self._hand_over(request, near)
         self._learn()
-        if self._migrate and self._lanes:
+        if self._migrate and self._devices:
             self._begin_migrations()
         migrating = []
         for request in self._requests:
             near = _near(request)
             if near is not None and near.error is None:
                 self._start_pieces(request, near)
-                if near.attends:
+                if near.attends or near.at_once:
                     for piece in near.under_way:
                         self._writer.begin(near, request.blocks, piece, len(piece.waiting))
                 else:
@@ -468,7 +489,17 @@ class Nelssa(Policy):
         """A device is gone: requests that come from now on are divided over the others."""
         cause = error.__cause__ if isinstance(error.__cause__, DeviceError) else error
         if isinstance(cause, Gone):
-            self._lanes = [lane for lane in self._lanes if lane.device.info.name != cause.device]
+            self._devices = [device for device in self._devices if self._is_there(device)]
+
+    def _is_there(self, device: NearDevice) -> bool:
+        """Whether a memory still answers: whoever failed may have been copying from it."""
+        try:
+            self.engine.drop(self.engine.scratch(device.memory, 1))
+        except Gone:
+            return False
+        except OutOfMemory:
+            return True
+        return True
 
     # -- migration ----------------------------------------------------------------------------------------------------
 
@@ -496,17 +527,17 @@ class Nelssa(Policy):
         except TierTooSmall:
             self._counts["stayed"] += 1
             return
-        near.forced = forced
+        near.forced, near.is_migration = forced, True
         request.state["near"] = near
         self._counts["forced"] += forced
 
     def _hand_over(self, request: Request, near: NearRequest) -> None:
         """The request has been copied as far as it goes: from the next step on it is attended there."""
-        if not near.forced and int(request.blocks.length[0]) < self._threshold:
+        if near.is_migration and not near.forced and int(request.blocks.length[0]) < self._threshold:
             return
         near.attends = True
-        request.migrations += 1
-        self._counts["migrated"] += 1
+        request.migrations += near.is_migration
+        self._counts["migrated"] += near.is_migration
         self._give_blocks(request, near.pieces.first, near.end)
 
     # -- attention ----------------------------------------------------------------------------------------------------
@@ -524,8 +555,9 @@ class Nelssa(Policy):
         if there:
             mine = part_of(batch, there)
             held = [n for n in nears if n is not None and n.attends]
-            after = [] if self._overlap else done
-            near = await self._near.attend(layer, mine, appended, held, after)
+            for completion in [] if self._overlap else done:
+                await completion
+            near = await self._near.attend(layer, mine, appended, held)
             if self._loop is not None and batch.q_len == 1:
                 self._branches.append((batch.ready, near[-1], len(there), True))
             done = [*done, *near]
@@ -537,7 +569,7 @@ class Nelssa(Policy):
         return done
 
     def could_hold(self, num_tokens: int) -> bool:
-        shape, near = self.shape, [lane.memory for lane in self._lanes]
+        shape, near = self.shape, [device.memory for device in self._devices]
         row = shape.num_layers * (shape.row_nbytes(K) + shape.row_nbytes(V))
         # What a device has does not change with who is there: its room and what requests have taken of it.
         held = sum(n.rows.nbytes().get(m, 0) for n in map(_near, self._requests) if n is not None for m in near)
@@ -550,7 +582,7 @@ class Nelssa(Policy):
         return near is None or not near.attends
 
     def free_nbytes(self) -> dict[str, int]:
-        room = {lane.memory: max(self.engine.room(lane.memory), 0) for lane in self._lanes}
+        room = {device.memory: max(self.engine.room(device.memory), 0) for device in self._devices}
         return {self.blocks.memory: self.blocks.free * self.blocks.pool.slot_nbytes} | room
 
     def placement(self, request: Request) -> dict[str, int]:
@@ -574,7 +606,7 @@ class Nelssa(Policy):
             "crossover": self._crossover,
             "selected_rows": self._near.selected,
             "requests": dict(self._counts),
-            "devices": [lane.memory for lane in self._lanes],
+            "devices": [device.memory for device in self._devices],
         }
 
 

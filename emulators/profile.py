@@ -10,9 +10,9 @@ device are tables `{ value = …, source = "…" }`:
 
 A memory whose latency under load is known has `[[memory.curves]]` instead of rates and a latency: for each
 `read_fraction` the `points` [bytes/s, ns] and their `source` (loaded.py). A profile that was calibrated also holds what
-was measured, in the table `calibration`; it is read by `tierloop verify` and ignored here. `power_watts` and
-`price_usd`
-(COSTS) may say what a device draws under load and what it is sold for; nothing that is emulated rests on them.
+was measured, in the table `calibration`; it is read by `tierloop verify` and ignored here.
+
+`power_watts` and `price_usd` may say what a device draws under load and what it is sold for; no time rests on them.
 
 Constants that are used and assumed or unknown are listed in `guesses`, and a result that rests on one is reported as
 `extrapolated`. What is structure (kernels, verbs, queues, alignment) is written plainly. A platform may set constants

@@ -90,7 +90,7 @@ class Constants:
     requests: int = 60
     requests_in_place: int = 30
     """Where prompts are prefilled by the GPU that decodes, which takes longer to simulate."""
-    long_shares: tuple[float, ...] = (0.0, 0.1, 0.3, 0.6)
+    long_shares: tuple[float, ...] = (0.0, 0.3, 0.6)
     longer_prompt: int = 400_000
     """One of these fills a GPU."""
     prefill_workers: int = 64
@@ -150,7 +150,13 @@ class Constants:
     # -- questions ------------------------------------------------------------------------------------------------
     link_rates: tuple[int, ...] = (50 * GB, 25 * GB, 10 * GB, 5 * GB)
     """Of the link between GPU and host, over which all devices are reached."""
-    sampling_requests: int = 8
+    sampling_requests: int = 4
+    threshold_served: tuple[float, ...] = (0.1, 1.0, 10.0)
+    threshold_prompts: tuple[int, ...] = (60_000, 128_000)
+    """Of long requests, on either side of the crossover."""
+    threshold_share: float = 0.3
+    crossover_batches: tuple[int, ...] = (1, 2, 4, 8)
+    batch_contexts: tuple[int, ...] = (8_000, 16_000, 24_000, 32_000, 48_000)
 
     @property
     def platforms(self) -> tuple[str, ...]:

@@ -108,8 +108,8 @@ def selection_ratio(study: Study) -> Check:
     }
     reason = (
         f"recall is measured on {study.model} at {c.text_context:,} tokens and on keys that are clusters by "
-        f"construction; the paper's model and its lengths are not here. A step has more parts than near attention, so throughput "
-        f"goes as S to the power of -{whole:.2f}"
+        f"construction; the paper's model and its lengths are not here. A step has more parts than near "
+        f"attention, so throughput goes as S to the power of -{whole:.2f}"
     )
     return Check("N7", "the share of clusters", claims, "extrapolated", study.seed, reason, details)
 
@@ -125,16 +125,15 @@ def incremental(study: Study) -> Check:
     """N11: rows that are clustered 1,024 at a time against all at once, in what is kept and in what a step costs."""
     c = CONSTANTS
     pieces = {"segment_tokens": c.update_tokens, "update_tokens": c.update_tokens}
+    task, short = c.text_tasks[:1], c.recall_contexts[0]
+    at_once = [r for r in text_rows(study, c.budgets, c.text_tasks) if r.task in task and r.budget == c.budget]
+    clustered = [r for r in recall_rows(study, short, c.budgets) if r.budget == c.budget]
     found = {
-        f"{study.model}, {c.text_context:,} tokens": [
-            text_rows(study, (c.budget,), c.text_tasks[:1], **o) for o in ({}, pieces)
-        ],
-        f"clustered keys, {c.recall_contexts[0]:,} tokens": [
-            recall_rows(study, c.recall_contexts[0], (c.budget,), **o) for o in ({}, pieces)
-        ],
+        f"{study.model}, {c.text_context:,} tokens": [at_once, text_rows(study, (c.budget,), task, **pieces)],
+        f"clustered keys, {short:,} tokens": [clustered, recall_rows(study, short, (c.budget,), **pieces)],
     }
     masses = {name: [_mean([r.mass_recall for r in rows]) for rows in both] for name, both in found.items()}
-    gaps = {name: at_once - by_piece for name, (at_once, by_piece) in masses.items()}
+    gaps = {name: whole - by_piece for name, (whole, by_piece) in masses.items()}
     run = near_run(study, c.update_context, steps=c.update_steps)
     still = near_run(study, c.update_context, steps=64, update_tokens=8192)
     ours, theirs = ([of_whole(ns, head_ns(each), c.layers) for ns in each.result.step_ns] for each in (run, still))

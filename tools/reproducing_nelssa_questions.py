@@ -24,8 +24,8 @@ from tierloop.tools.reproducing_nelssa_runs import (
     tokens_per_s,
     whole_ns,
 )
-from tierloop.tools.reproducing_nelssa_serving import SHORT, reason_of, serve
-from tierloop.tools.reproducing_nelssa_time import throughput_row, throughput_rows
+from tierloop.tools.reproducing_nelssa_serving import LONG, SHORT, reason_of, serve
+from tierloop.tools.reproducing_nelssa_time import measured_crossover, throughput_row, throughput_rows
 
 Row = dict[str, Any]
 Checks = Mapping[str, Callable[[Study], Check]]
@@ -83,33 +83,47 @@ def thresholds(study: Study) -> Sequence[Table]:
     single, served = [], []
     for context in c.threshold_contexts:
         for scale in c.threshold_scales:
-            run = near(study, context, threshold_tokens=0, threshold_scale=scale)
+            run = near(study, context, threshold_tokens=0, threshold_scale=scale, index_share=c.index_share_of_mixes)
             where = "near" if run.result.details["requests"]["near"] else "GPU"
             row = {"context": context, "scale": scale, "where": where, "ms": whole_ns(run) / 1e6}
             single.append(_row(row, run))
-    share = c.long_shares[-2]
-    for adaptive in (False, True):
-        for scale in c.threshold_scales:
-            served_run = serve(
-                study, "NELSSA", share, requests=c.requests_in_place, threshold_scale=scale, adaptive=adaptive
-            )
-            served.append({
-                "scale": scale,
-                "closed loop": adaptive,
-                "threshold at the end": served_run.details["threshold_tokens"],
-                "tokens/s": served_run.tokens_per_s,
-                "short TPOT p95": served_run.of(SHORT).tpot_ms["p95"],
-                "migrations": served_run.migrations,
-                "preemptions": served_run.preemptions,
-                "refused or failed": len(served_run.failures) + (served_run.refused is not None),
-                "provenance": served_run.provenance,
-                "reason": reason_of(served_run),
-            })  # fmt: skip
+    for prompt in c.threshold_prompts:
+        for adaptive in (False, True):
+            served += [_served_with(study, prompt, scale, adaptive) for scale in c.threshold_served]
+    crossing = []
+    for batch in c.crossover_batches:
+        runs: list[Observed] = []
+        tokens = measured_crossover(study, 4, runs, c.batch_contexts if batch > 1 else c.crossover_contexts, batch)
+        crossing.append(_row({"batch": batch, "crossover of steps": tokens}, *runs))
     return [
         Table("threshold", "what does a wrong threshold cost one request?", tuple(single)),
         Table("threshold-served", "does a mis-set threshold degrade gracefully, and what does the loop gain?",
               tuple(served)),
+        Table("crossover-batch", "where do the branches cross in a batch of equal requests?", tuple(crossing),
+              ("Eq. 3 is of one request; communication is shared by those of a batch",)),
     ]  # fmt: skip
+
+
+def _served_with(study: Study, prompt: int, scale: float, adaptive: bool) -> Row:
+    c = CONSTANTS
+    run = serve(
+        study, "NELSSA", c.threshold_share, requests=c.requests_in_place, long_prompt=prompt, threshold_scale=scale,
+        adaptive=adaptive,
+    )  # fmt: skip
+    return {
+        "long prompt": prompt,
+        "closed loop": adaptive,
+        "scale": scale,
+        "threshold at the end": run.details["threshold_tokens"],
+        "tokens/s": run.tokens_per_s,
+        "short TPOT p95": run.of(SHORT).tpot_ms["p95"],
+        "long TPOT p50": run.of(LONG).tpot_ms["p50"],
+        "migrations": run.migrations,
+        "preemptions": run.preemptions,
+        "refused or failed": len(run.failures) + (run.refused is not None),
+        "provenance": run.provenance,
+        "reason": reason_of(run),
+    }
 
 
 def contention(study: Study) -> Sequence[Table]:

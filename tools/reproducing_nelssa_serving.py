@@ -204,8 +204,8 @@ def batches(study: Study) -> Check:
               over(float(one["preemptions"]))),
     )  # fmt: skip
     reason = (
-        f"{c.long_prompt:,} tokens a long prompt, so three of them run on one GPU and seven on four prototypes. A "
-        "prompt is admitted when it fits whole, and outputs are short: nobody outgrows the room, so nobody is preempted; "
+        f"{c.long_prompt:,} tokens a long prompt, so three of them run on one GPU and seven on four prototypes. "
+        "A prompt is admitted when it fits whole, and outputs are short: nobody outgrows the room or is preempted; "
         f"vLLM takes room chunk by chunk; {_why(study)}"
     )
     return Check("N5", "batch, queue and preemptions", claims, "extrapolated", study.seed, reason, {"rows": rows})

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 def crossovers(study: Study) -> Check:
     """N1: the length from which on the near branch is faster, by Eq. 3 and as steps of both branches cross."""
     counts, runs = CONSTANTS.devices, list[Observed]()
-    found = {n: _measured(study, n, runs) for n in counts}
+    found = {n: measured_crossover(study, n, runs) for n in counts}
     counted = {n: found_equations(study, n) for n in counts}
     # Eq. 1 to 3 in closed form: communication does not know how many devices there are.
     closed = {n: counted[counts[0]].on(n) for n in counts}
@@ -85,11 +85,16 @@ def found_equations(study: Study, devices: int, **options: Any) -> Equations:
     return equations(near(study, CONSTANTS.crossover_contexts[0], devices=devices, threshold_tokens=0, **options))
 
 
-def _measured(study: Study, devices: int, runs: list[Observed]) -> float:
+def measured_crossover(
+    study: Study,
+    devices: int,
+    runs: list[Observed],
+    contexts: Sequence[int] = CONSTANTS.crossover_contexts,
+    batch: int = 1,
+) -> float:
     """Where the steps of both branches take as long: of lines through their times, as clusters are drawn."""
-    contexts = CONSTANTS.crossover_contexts
-    ours = [near(study, n, devices=devices) for n in contexts]
-    theirs = [on_gpu(study, n) for n in contexts]
+    ours = [near(study, n, batch, devices=devices) for n in contexts]
+    theirs = [on_gpu(study, n, batch) for n in contexts]
     runs += [*ours, *theirs]
     (a, slope), (b, steeper) = (fit(contexts, [run.step_ns for run in of]) for of in (ours, theirs))
     return (a - b) / (steeper - slope) if steeper > slope else math.inf

@@ -7,6 +7,7 @@ loop to say (runtime/serving.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.blocks import Int64, TierTooSmall
+from tierloop.runtime.blocks import Int64, Pool, TierTooSmall
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.policy import Request
 
@@ -33,19 +34,42 @@ class PagedBlocks:
     """One pool of blocks; `watermark` (0 to 1) of it is kept back when requests are admitted.
 
     The pool has the room that the memory has (`Engine.room`) but for `reserved` bytes; where nobody has set a limit, a
-    tenth is left for working space. Raises ConfigurationError where not even one block fits.
+    tenth is left for working space. It is made when the first request is served. A request that nobody serves has a
+    pool of its own, for its whole life. Raises ConfigurationError where not even one block fits.
     """
 
-    def __init__(self, engine: Engine, watermark: float = 0.01, reserved: int = 0) -> None:
+    def __init__(self, engine: Engine, watermark: float = 0.01) -> None:
         self.engine = engine
         shape = engine.shape
         self.memory = engine.dense.memory
         self.per_block = shape.num_layers * 2 * shape.num_kv_heads
         """Slots of one block of all layers, sides and heads."""
+        self.reserved: Callable[[], int] = lambda: 0
+        """Bytes of the room that the pool leaves, when it is made."""
+        self._watermark = watermark
+        self._shared: Pool | None = None
+        self._kept_back = 0
+        self._promises: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is a pool that requests share."""
+        return self._shared is not None
+
+    @property
+    def pool(self) -> Pool:
+        """The shared pool, made when it is first needed: by then everybody else has taken what they need."""
+        if self._shared is None:
+            self._shared = self._make()
+        return self._shared
+
+    def _make(self) -> Pool:
+        engine, shape = self.engine, self.engine.shape
         info = engine.platform.memory_owner(self.memory).info.memory(self.memory)
         grid = info.alignment if info else 1
         slot = -(-shape.block_nbytes // grid) * grid
-        room = engine.room(self.memory) - reserved
+        room = engine.room(self.memory) - self.reserved()
         if not engine.is_limited(self.memory):
             room -= room // 10
         blocks = max(room, 0) // (slot * self.per_block)
@@ -54,10 +78,8 @@ class PagedBlocks:
                 f"{self.memory} has {max(room, 0):,} bytes for the KV cache; "
                 f"a block of {shape.block_tokens} tokens has {slot * self.per_block:,}"
             )
-        self.pool = engine.pool(self.memory, blocks * self.per_block)
-        self._kept_back = int(watermark * blocks) * self.per_block
-        self._promises: dict[str, int] = {}
-        self._taken: dict[str, int] = {}
+        self._kept_back = int(self._watermark * blocks) * self.per_block
+        return engine.pool(self.memory, blocks * self.per_block)
 
     @property
     def free(self) -> int:
@@ -76,6 +98,10 @@ class PagedBlocks:
     def could_hold(self, num_tokens: int) -> bool:
         """Whether so many tokens could be admitted to an empty pool."""
         return self.slots(num_tokens) <= self.pool.num_slots - self._kept_back
+
+    def own(self, request: Request, num_blocks: int) -> None:
+        """Give a request that nobody serves a pool of its own. Raises TierTooSmall."""
+        request.state["own blocks"] = self.engine.pool(self.memory, num_blocks * self.per_block)
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Promise the request room for `num_tokens`; nothing is taken yet.
@@ -105,7 +131,7 @@ class PagedBlocks:
         table = request.blocks
         have, need = self.held(request), self.engine.shape.num_blocks(num_tokens)
         if need > have:
-            table.put_all(have, need, self.pool)
+            table.put_all(have, need, request.state.get("own blocks") or self.pool)
             self._took(request, need - have)
             request.state["held blocks"] = need
 
@@ -162,12 +188,17 @@ class PagedBlocks:
         self.engine.drop(swapped.region)
         del request.state["swapped"]
 
-    def release(self, request: Request) -> None:
-        """Forget what the request was promised and had in the host's memory; its blocks go with its table."""
+    def release(self, request: Request) -> Pool | None:
+        """Forget what the request was promised and had in the host's memory; its blocks go with its table.
+
+        Returns its own pool, where it has one, to be dropped then.
+        """
+        own: Pool | None = request.state.get("own blocks")
         self._forget(request)
         swapped = request.state.pop("swapped", None)
         if swapped is not None:
             self.engine.drop(swapped.region)
+        return own
 
     def _forget(self, request: Request) -> None:
         self._promises.pop(request.name, None)

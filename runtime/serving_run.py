@@ -22,7 +22,7 @@ from tierloop.devices.kernels.contract import DTYPES, DType
 from tierloop.devices.platform import Platform
 from tierloop.runtime.arrivals import Arrival
 from tierloop.runtime.arrivals import check as check_arrivals
-from tierloop.runtime.blocks import KVShape, TierTooSmall
+from tierloop.runtime.blocks import K, KVShape, TierTooSmall, V
 from tierloop.runtime.compare import PolicyRequest, find_policy, kv_shape
 from tierloop.runtime.decisions import Decisions
 from tierloop.runtime.decoder import Decoder
@@ -138,7 +138,8 @@ def serve_model(
     warm_up()
     shape = kv_shape(model, how.kv_dtype, how.block_tokens, how.split_tokens)
     engine = Engine(platform, shape)
-    limits = {engine.dense.memory: int(_capacity(engine, engine.dense.memory) * how.utilisation)}
+    memory = engine.dense.memory
+    limits = {memory: min(int(_capacity(engine, memory) * how.utilisation), _everything(arrivals, shape))}
     modules = Modules(model.module)
     sample = LayerSample(shape.num_layers, shape.num_layers)
     made = None if recorder is None else recorder(shape, modules.scale)
@@ -271,6 +272,12 @@ class _Run:
             guesses=tuple(platform.guesses),
             invalid=tuple(platform.site.invalid),
         )
+
+
+def _everything(arrivals: Sequence[Arrival], shape: KVShape) -> int:
+    """Bytes that are enough for all requests at once: with numbers, a larger pool would only need a larger host."""
+    tokens = sum(shape.num_blocks(a.total_tokens) + 1 for a in arrivals) * shape.block_tokens
+    return 2 * tokens * shape.num_layers * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
 
 
 def _capacity(engine: Engine, memory: str) -> int:

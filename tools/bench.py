@@ -29,6 +29,8 @@ from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait, write_bytes
 from tierloop.tools import options
 from tierloop.tools.bench_policies import PLATFORM, SHARE_LIMIT, WINDOW_LIMIT, policy_costs
+from tierloop.tools.bench_serving import SHARE_LIMIT as SERVING_LIMIT
+from tierloop.tools.bench_serving import serving_cost
 from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import progress, results, say
 
@@ -241,7 +243,15 @@ def step_figures(model_source: str, prompt_tokens: int, tokens: int, cache: Any)
     step = Figure(
         "virtual-clock decode step of demo : plain transformers", ratio, "×", STEP_LIMIT, ratio / STEP_LIMIT, note
     )
-    return [step, *_policy_figures(model, workload, dense, tokens)]
+    return [step, *_policy_figures(model, workload, dense, tokens), _serving_figure(model)]
+
+
+def _serving_figure(model: Model) -> Figure:
+    """The serving loop's own code per step, as a share of the step's numerics."""
+    cost = serving_cost(model)
+    share = cost.own_ns / cost.numerics_ns
+    note = f"{cost.own_ns / 1e6:.2f} ms a step of {cost.numerics_ns / 1e6:.0f} ms numerics, 8 requests"
+    return Figure("serving loop: its own code", share, "of numerics", SERVING_LIMIT, share / SERVING_LIMIT, note)
 
 
 def _policy_figures(model: Model, workload: Workload, dense: Dense, tokens: int) -> list[Figure]:

@@ -149,7 +149,8 @@ class Nelssa(Policy):
         self._overlap = "overlap" not in off
         self._migrate_tokens = int(migrate_tokens)
         self._watermark = watermark
-        self._blocks: PagedBlocks | None = None
+        self.blocks = PagedBlocks(engine)
+        self.blocks.reserved = self._index_nbytes
         self._attention = InPlaceAttention(engine)
         self._attention.check([engine.dense.memory])
         self._near = NearAttention(engine, self._budget, self._pieces.segment_tokens)
@@ -191,13 +192,6 @@ class Nelssa(Policy):
         if len(set(wanted)) < len(wanted):
             raise ConfigurationError(f"nelssa: near names a memory twice: {', '.join(wanted)}")
         return devices
-
-    @property
-    def blocks(self) -> PagedBlocks:
-        """The GPU's pool, made when the first request comes: by then everybody else has taken what they need."""
-        if self._blocks is None:
-            self._blocks = PagedBlocks(self.engine, reserved=self._index_nbytes())
-        return self._blocks
 
     def _index_nbytes(self) -> int:
         """Bytes of the centroids of all rows that near memories hold, and at most `index_share` of the room."""
@@ -245,8 +239,10 @@ class Nelssa(Policy):
             try:
                 if near:
                     self._admit_near(request, tokens)
-                else:
+                elif request.is_served:
                     self.blocks.admit(request, tokens)
+                else:
+                    self.blocks.own(request, self.shape.num_blocks(request.max_tokens))
                 break
             except TierTooSmall as error:
                 refusals.append(error)
@@ -261,14 +257,17 @@ class Nelssa(Policy):
         pieces = self._pieces
         if pieces.room(tokens) == pieces.first and self._threshold > tokens:
             raise TierTooSmall(f"{request.name} is too short to be clustered")
-        here = pieces.first + pieces.local_tokens + pieces.block_tokens
         near = self._open(request, attends=True)
         try:
-            if request.is_served:
-                here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
+            if not request.is_served:
+                there = (pieces.room(request.prompt_tokens) - pieces.first) // pieces.block_tokens
+                self.blocks.own(request, self.shape.num_blocks(request.max_tokens) - there)
+            else:
                 near.at_once = True
                 near.attends = not self._has_room(request, tokens)
-            if near.attends:
+            if near.attends and request.is_served:
+                here = pieces.first + pieces.local_tokens + pieces.block_tokens
+                here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
                 self.blocks.admit(request, min(tokens, here))
         except BaseException:
             near.centroids.close()
@@ -324,9 +323,10 @@ class Nelssa(Policy):
             if near is not None:
                 await self._close(near)
         finally:
-            if self._blocks is not None:
-                self._blocks.release(request)
+            own = self.blocks.release(request)
             await super().release(request)
+            if own is not None:
+                self.engine.drop_pool(own)
 
     async def _close(self, near: NearRequest) -> None:
         near.closing = True
@@ -510,7 +510,7 @@ class Nelssa(Policy):
         for request in here:
             if int(request.blocks.length[0]) * (1 + 1 / LEAD) >= self._threshold:
                 self._begin(request, forced=False)
-        low = blocks.free < self._watermark * blocks.pool.num_slots
+        low = blocks.is_shared and blocks.free < self._watermark * blocks.pool.num_slots
         if low and not any(n is not None and not n.attends for n in map(_near, self._requests)):
             here = [r for r in here if _near(r) is None]
             for request in sorted(here, key=lambda r: -int(r.blocks.length[0])):

@@ -32,18 +32,13 @@ class Paged(Policy):
         number("paged: watermark", watermark, 0, 0.5)
         self._attention = InPlaceAttention(engine)
         self._attention.check([engine.dense.memory])
-        self._blocks: PagedBlocks | None = None
-        self._watermark = watermark
-
-    @property
-    def blocks(self) -> PagedBlocks:
-        """The pool, made when the first request comes: by then everybody else has taken what they need."""
-        if self._blocks is None:
-            self._blocks = PagedBlocks(self.engine, self._watermark)
-        return self._blocks
+        self.blocks = PagedBlocks(engine, watermark)
 
     async def admit(self, request: Request) -> None:
-        self.blocks.admit(request, len(request.tokens))
+        if request.is_served:
+            self.blocks.admit(request, len(request.tokens))
+        else:
+            self.blocks.own(request, self.shape.num_blocks(request.max_tokens))
 
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
         self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
@@ -69,6 +64,7 @@ class Paged(Policy):
         await self.blocks.swap_in(request)
 
     async def release(self, request: Request) -> None:
-        if self._blocks is not None:
-            self._blocks.release(request)
+        own = self.blocks.release(request)
         await super().release(request)
+        if own is not None:
+            self.engine.drop_pool(own)

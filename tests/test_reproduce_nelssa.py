@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -108,7 +107,7 @@ def test_as_many_requests_run_as_fit_beside_the_weights() -> None:
 def test_a_gpu_run_reads_the_cache_once_at_the_rate_of_its_memory() -> None:
     ours = study()
     (_, slope) = runs.fit((32_000, 64_000), [runs.on_gpu(ours, n).step_ns for n in (32_000, 64_000)])
-    assert slope == pytest.approx(2 * 4096 / 3.35, rel=1e-3)
+    assert slope == pytest.approx(2 * 4096 / 3350, rel=1e-3)
 
 
 def test_overheads_grow_as_the_bandwidth_falls() -> None:
@@ -304,7 +303,3 @@ def test_a_cost_that_makes_no_sense_is_refused(line: str, says: str, tmp_path: P
     changed.write_text(text.replace("\n[memory]", f"\n{line}\n\n[memory]", 1))
     with pytest.raises(ConfigurationError, match=says):
         read_profile(changed)
-
-
-def test_costs_of_no_number_are_nan_free() -> None:
-    assert not math.isnan(questions._known(CONSTANTS.platform, "price_usd")[0])

@@ -108,9 +108,9 @@ def occupancy(study: Study) -> Check:
     reason = (
         "the paper does not say what its trace holds, nor how much the short requests attend. With the time in which "
         f"the GPU itself works for long requests the error is {off['busy time'][0]:.1%} at {c.occupancy_at:,} "
-        f"tokens beside {few}, since the batch waits for near memory and the GPU is idle then. With the time of the whole "
-        f"branch there is next to none, beside {many} as well: a layer's dense attention goes to the GPU before the search for "
-        f"clusters, so the two branches add up and do not overlap; {reasons(*runs)}"
+        f"tokens beside {few}, since the batch waits for near memory and the GPU is idle then. With the time of the "
+        f"whole branch there is next to none, beside {many} as well: dense attention goes to the GPU before the "
+        f"search for clusters, so the two branches add up and do not overlap; {reasons(*runs)}"
     )
     return Check("N10", "injected occupancy against simulation", claims, provenance(*runs), study.seed, reason,
                  {"rows": rows})  # fmt: skip

@@ -14,6 +14,7 @@ from tierloop.runtime.study import Observed, Study
 from tierloop.tools.reproducing_nelssa_constants import CONSTANTS
 from tierloop.tools.reproducing_nelssa_model import recall_rows, text_rows
 from tierloop.tools.reproducing_nelssa_runs import (
+    DEVICES,
     baseline_rate,
     fitting,
     model,
@@ -145,7 +146,7 @@ def capacities(study: Study) -> Sequence[Table]:
     c, rows = CONSTANTS, []
     for context in c.contexts[::3]:
         for gib in c.capacities_gib:
-            held = Pool(gib << 30, c.devices[2]).tokens(model().kv_nbytes()) // context
+            held = Pool(gib << 30, DEVICES).tokens(model().kv_nbytes()) // context
             batch = min(held, c.batches[-1])
             row = {"context": context, "GiB": gib, "fit": held, "batch": batch}
             run = near(study, context, max(batch, 1), capacity=gib << 30)
@@ -173,7 +174,7 @@ def energy(study: Study) -> Sequence[Table]:
                 rate = tokens_per_s(run, batch)
             watts, unknown = _known(platform, "power_watts")
             _, prices = _known(platform, "price_usd")
-            spare = (joules_two * rate - watts) / 4 if name == "NELSSA" else None
+            spare = (joules_two * rate - watts) / DEVICES if name == "NELSSA" else None
             row = {"context": context, "batch": batch, "machine": name, "tokens/s": rate or None}
             row |= {"known watts": watts, "J/token, known": watts / rate if rate else None}
             row |= {"power unknown of": ", ".join(unknown) or "none", "price unknown of": ", ".join(prices) or "none"}

@@ -15,6 +15,8 @@ from tierloop.runtime.study import Observed, PhantomRun, Study
 from tierloop.tools.reproducing_nelssa_constants import CONSTANTS
 
 NELSSA, PAGED, ALL_GPU = "nelssa", "paged", "all-gpu"
+DEVICES = 4
+"""PNM devices of NELSSA's machine."""
 Overrides = Mapping[str, Any]
 
 
@@ -23,7 +25,7 @@ def near(
     context: int,
     batch: int = 1,
     *,
-    devices: int = 4,
+    devices: int = DEVICES,
     bandwidth: int | None = None,
     capacity: int = CONSTANTS.projected_nbytes,
     layers: int | None = None,
@@ -42,7 +44,7 @@ def near(
         **options,
     }
     changed = {**gpu_room(layers), **pnm_room(devices, capacity, layers), **slower(devices, bandwidth), **(links or {})}
-    platform = CONSTANTS.platform if devices <= 4 else CONSTANTS.eight
+    platform = CONSTANTS.platform if devices <= DEVICES else CONSTANTS.eight
     return study.run(
         PhantomRun(
             CONSTANTS.model, platform, NELSSA, context, wanted, changed, steps, 0, batch, layers, contexts=contexts

@@ -346,6 +346,9 @@ class Nelssa(Policy):
             return
         if layer == 0:
             end = near.pieces.room(keys.shape[1])
+            if near.at_once:  # the prompt comes as a whole, so it does not wait on the GPU until all of it is there
+                near.at_once, near.attends = False, True
+                self._promise_tail(request, near)
             self.blocks.grow(request, min(near.pieces.first, request.max_tokens))
             self.blocks.skip(request, end // shape.block_tokens)
             self.blocks.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
@@ -402,7 +405,12 @@ class Nelssa(Policy):
                 await task
         if near.error is not None:
             raise near.error
-        near.at_once, pieces = False, near.pieces
+        near.at_once = False
+        self._promise_tail(request, near)
+
+    def _promise_tail(self, request: Request, near: NearRequest) -> None:
+        """What a request near the memory keeps on the GPU: sinks, newest rows, and those that wait to be clustered."""
+        pieces = near.pieces
         self.blocks.promise(
             request, pieces.first + pieces.local_tokens + pieces.update_tokens + 2 * pieces.block_tokens
         )

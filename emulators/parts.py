@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tierloop.devices.info import Coherence
@@ -77,6 +77,8 @@ class Profile:
     executors: tuple[ExecutorProfile, ...]
     guesses: tuple[str, ...]
     sources: dict[str, str]
+    costs: dict[str, int | None] = field(default_factory=dict)
+    """What it draws in watts and costs in dollars, where the file says so; None is unknown."""
 
 
 def lines_of(lines: Lines, span_nbytes: int) -> int:

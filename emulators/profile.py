@@ -12,6 +12,8 @@ A memory whose latency under load is known has `[[memory.curves]]` instead of ra
 `read_fraction` the `points` [bytes/s, ns] and their `source` (loaded.py). A profile that was calibrated also holds what
 was measured, in the table `calibration`; it is read by `tierloop verify` and ignored here.
 
+`power_watts` and `price_usd` may say what a device draws under load and what it is sold for; no time rests on them.
+
 Constants that are used and assumed or unknown are listed in `guesses`, and a result that rests on one is reported as
 `extrapolated`. What is structure (kernels, verbs, queues, alignment) is written plainly. A platform may set constants
 (`constants`), leave executors out or put optional ones in (`executors`), and change the `capacity`.
@@ -42,6 +44,8 @@ SIZES = (1, 1 << 50)
 FLOPS = (10**6, 10**18)
 _COUNTS = (1, 1 << 20)
 _VERBS = frozenset({"read", "write", "copy", "flush"})
+COSTS = ("power_watts", "price_usd")
+_COST = (1, 10**9)
 KINDS = ("gpu", "cpu", "cxl", "nvme", "pnm")
 _COHERENCES = ("host-only", "snooping", "none")
 
@@ -81,6 +85,7 @@ def read_profile(
     reader = _Reader(table)
     kind = table.text("kind", KINDS)
     summary = table.text("summary")
+    costs = _costs(table)
     memory = reader.memory(table.table("memory"), capacity) if table.has("memory") else None
     if memory is None and capacity is not None:
         raise table.error("memory", "capacity was given, but the device has no memory")
@@ -91,7 +96,22 @@ def read_profile(
         raise table.error("", "a device has a memory, executors, or both")
     if len({executor.depth for executor in made}) > 1:
         raise table.error("executors", "the queues of one device all have the same depth")
-    return Profile(path.stem, kind, summary, memory, made, tuple(reader.guesses), reader.sources)  # type: ignore[arg-type]  # checked
+    return Profile(
+        path.stem, kind, summary, memory, made, tuple(reader.guesses), reader.sources, costs,  # type: ignore[arg-type]  # checked
+    )  # fmt: skip
+
+
+def _costs(table: Table) -> dict[str, int | None]:
+    """What the profile says of COSTS, None where it does not know. No guess: no time depends on it."""
+    found: dict[str, int | None] = {}
+    for key in COSTS:
+        if table.has(key):
+            inner = table.table(key)
+            found[key] = None if inner.get("value") == "unknown" else inner.integer("value", *_COST)
+            if not inner.text("source").strip():
+                raise inner.error("source", "empty; say where the number comes from")
+            inner.finish()
+    return found
 
 
 class _Reader:

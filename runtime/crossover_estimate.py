@@ -131,13 +131,20 @@ class _Estimates:
                 return lane.device.estimate(command, lane.queue).duration_ns
 
     def _copies(self) -> int:
-        """ns of the queries' way to a near device, and of its states' way back."""
-        engine, shape, lane = self._engine, self._engine.shape, self._devices[0].lane
-        queries = self._heads * shape.group * shape.head_dim * 4
+        """ns of the queries' way to the near devices, and of their states' way back.
+
+        Copies that go through one queue come one after another: devices begin as their queries come, so each further
+        one costs the longer of its two.
+        """
+        engine, shape = self._engine, self._engine.shape
+        home, queries = engine.dense.memory, self._heads * shape.group * shape.head_dim * 4
         states = engine.state_nbytes(self._heads)
-        return self._copy(engine.dense.memory, lane.memory, queries) + self._copy(
-            lane.memory, engine.dense.memory, states
-        )
+        queues: dict[object, list[tuple[int, int]]] = {}
+        for there in (each.lane.memory for each in self._devices):
+            mover = engine.mover(home, there)
+            key = there if mover is None else (mover.device.info.name, mover.queue)
+            queues.setdefault(key, []).append((self._copy(home, there, queries), self._copy(there, home, states)))
+        return max(sum(first) + sum(max(way) for way in later) for first, *later in queues.values())
 
     def _copy(self, source: str, target: str, nbytes: int) -> int:
         """ns of a copy, through the host's memory where nobody reaches both."""

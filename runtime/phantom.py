@@ -111,7 +111,8 @@ def run_phantom(
         result = _Run(platform, engine, stages, made, load).decode(policy.title, observer)
         engine.close()
     except (TierTooSmall, OutOfMemory) as error:
-        engine.close()
+        with suppress(DeviceError):  # commands may be under way
+            engine.close()
         result = PolicyResult(policy.title, platform.name, refused=str(error))
     except BaseException:
         with suppress(DeviceError):  # commands are under way; what went wrong is said, and not that

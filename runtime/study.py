@@ -55,6 +55,8 @@ class PhantomRun:
     """What selections are drawn from; the study's own if it is empty."""
     predicted: float = 1.0
     """The share of what is best that a query predicted a layer ahead finds, in questions labelled `prefetch`."""
+    contexts: tuple[int, ...] = ()
+    """A length for each request of the batch, in place of `context`, which then says how long blocks are."""
 
     @property
     def key(self) -> str:
@@ -162,7 +164,7 @@ class Study:
         locality = load_selection_model(find_locality(run.locality)) if run.locality else self._locality
         selection = draw(locality, known.num_layers, self.seed)
         if run.steps == 1 and not run.warmup_steps:
-            drawn = run.model, run.context, run.layers, run.locality
+            drawn = run.model, run.context, run.layers, f"{run.locality} {run.contexts}"
             selection = _Remembered(selection, self._answers.setdefault(drawn, {}))
         if run.predicted < 1:
             selection = _Mistaken(selection, run.predicted, self.seed)
@@ -185,7 +187,7 @@ class Study:
                 shape,
                 platform,
                 PolicyRequest(run.policy, dict(run.options)),
-                context=run.context,
+                context=run.contexts or run.context,
                 batch=run.batch,
                 steps=run.steps,
                 warmup_steps=run.warmup_steps,

@@ -20,7 +20,9 @@ FAILED = 1
 
 
 def reproduce(
-    system: Annotated[str, typer.Argument(help="Whose paper is reproduced: hybridgen or kvdrive.", metavar="SYSTEM")],
+    system: Annotated[
+        str, typer.Argument(help="Whose paper is reproduced: hybridgen, kvdrive or nelssa.", metavar="SYSTEM")
+    ],
     check: Annotated[
         list[str] | None,
         typer.Option("--check", help="A check's id, as H3. Repeatable. Default: all of them.", metavar="ID"),

@@ -15,7 +15,11 @@ from tierloop.devices.tables import read_toml
 from tierloop.emulators.profile import find_profile
 from tierloop.runtime.reproduction import System, digest
 
-SYSTEMS = {"hybridgen": "tierloop.tools.reproducing_hybridgen", "kvdrive": "tierloop.tools.reproducing_kvdrive"}
+SYSTEMS = {
+    "hybridgen": "tierloop.tools.reproducing_hybridgen",
+    "kvdrive": "tierloop.tools.reproducing_kvdrive",
+    "nelssa": "tierloop.tools.reproducing_nelssa",
+}
 """By name the module whose function `system` gives what is reproduced; modules are loaded when they are asked for."""
 
 

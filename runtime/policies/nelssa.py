@@ -29,6 +29,7 @@ Where the paper is silent, or this deviates:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -67,6 +68,8 @@ LEAD = 8
 """A migration begins when a request has this part of the threshold left to grow: an eighth."""
 TAIL_SEGMENTS = 2
 """Segments of rows that wait on the GPU to be written, at most; then chunks of the prompt wait."""
+WORKING_SHARE = 64
+"""The part of a near memory that no request gets: queries and states of a step lie there."""
 
 
 class Nelssa(Policy):
@@ -300,12 +303,22 @@ class Nelssa(Policy):
         shares = divide(self._partition, len(self._devices), self.shape.num_kv_heads, segments, by_room)
         rows = NearRows(self.engine, self._devices, shares, pieces.segment_tokens, pieces.first, last, name)
         try:
+            taken = Counter(rows.nbytes())
+            for held in map(_near, self._requests):
+                taken.update({} if held is None else held.rows.nbytes())
+            full = [memory for memory in rows.nbytes() if self._is_full(memory, taken[memory])]
+            if full:
+                raise TierTooSmall(f"{', '.join(full)} is too small: {name} would leave no working space there")
             width, dtype = pieces.most_clusters(most), centroid_dtype(self.shape.dtype)
             centroids = Centroids(self.engine, width, pieces.first, f"centroids of {name}", dtype)
         except BaseException:
             rows.close()
             raise
         return NearRequest(name, request.prompt_tokens, pieces, centroids, rows, attends)
+
+    def _is_full(self, memory: str, taken: int) -> bool:
+        """Whether requests that have `taken` bytes of a near memory leave no working space there."""
+        return self.engine.room(memory) * (WORKING_SHARE - 1) < taken
 
     async def release(self, request: Request) -> None:
         if request in self._requests:
@@ -563,7 +576,8 @@ class Nelssa(Policy):
         row = shape.num_layers * (shape.row_nbytes(K) + shape.row_nbytes(V))
         # What a device has does not change with who is there: its room and what requests have taken of it.
         held = sum(n.rows.nbytes().get(m, 0) for n in map(_near, self._requests) if n is not None for m in near)
-        rows = (sum(max(self.engine.room(memory), 0) for memory in near) + held) // (row * shape.num_kv_heads)
+        room = sum(max(self.engine.room(memory), 0) for memory in near) + held
+        rows = (room - room // WORKING_SHARE) // (row * shape.num_kv_heads)
         return num_tokens <= max(self.blocks.capacity_tokens, rows + self._pieces.first + self._pieces.local_tokens)
 
     def frees(self, request: Request) -> bool:

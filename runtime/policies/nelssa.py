@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, DeviceError, Gone, OutOfMemory
 from tierloop.devices.kernels.contract import ITEMSIZE
+from tierloop.runtime.batch_parts import part_of
 from tierloop.runtime.blocks import K, Pool, TierTooSmall, V
 from tierloop.runtime.centroids import Centroids
 from tierloop.runtime.clusters import check_clusters
@@ -45,7 +46,7 @@ from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.near_attention import NearAttention, part_of
+from tierloop.runtime.near_attention import NearAttention
 from tierloop.runtime.near_partition import PARTITIONS, NearDevice, divide
 from tierloop.runtime.near_request import NearRequest, Piece, Pieces
 from tierloop.runtime.near_rows import NearRows, num_segments

@@ -78,7 +78,7 @@ def test_every_constant_and_each_profile_is_in_the_hash() -> None:
     assert {field.name for field in fields(Constants)} <= frozen().keys()
     assert {"profiles/nelssa-prototype.toml", "platforms/nelssa-h100-8pnm.toml"} <= frozen()["files"].keys()
     for changed in ({"budget": 0.02}, {"long_shares": (0.0,)}, {"one_gpu": "demo"}):
-        assert constants_hash(frozen(replace(CONSTANTS, **changed))) != before  # type: ignore[arg-type]  # of each type
+        assert constants_hash(frozen(replace(CONSTANTS, **changed))) != before
 
 
 def test_the_command_finds_what_each_machine_holds(run_cli: CLI) -> None:

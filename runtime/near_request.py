@@ -61,6 +61,13 @@ class Pieces:
         high = min(border, prompt if end < prompt else end + self.update_tokens)
         return high if high <= self.room(num_tokens) and high > end else None
 
+    def reach(self, num_tokens: int, prompt_tokens: int) -> int:
+        """How far pieces come with so many tokens."""
+        end = self.first
+        while (high := self.next(end, num_tokens, prompt_tokens)) is not None:
+            end = high
+        return end
+
     def most_clusters(self, num_tokens: int) -> int:
         """Clusters of a KV head of a request of so many tokens, at most."""
         rows = self.room(num_tokens) - self.first

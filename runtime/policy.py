@@ -61,6 +61,8 @@ class Request:
     """Fingerprint of the model's weights, where somebody knows it: what is kept of the request is of this model."""
     is_served: bool = False
     """Whether the serving loop sees to it that the request has room when it grows (runtime/serving.py)."""
+    in_steps: bool = False
+    """Whether its prompt goes through the model in steps, and is not placed."""
     migrations: int = 0
     """How often its rows have moved to another device for good, while it was served."""
     failure: DeviceError | None = None

@@ -156,7 +156,9 @@ class Server:
 
     def _arrive(self, arrival: Arrival, due_ns: int) -> None:
         tokens = list(self.prompt_of(arrival, 0))
-        request = Request(arrival.name, tokens, arrival.total_tokens, len(tokens), is_served=True)
+        request = Request(
+            arrival.name, tokens, arrival.total_tokens, len(tokens), is_served=True, in_steps=self.workers is None
+        )
         served = _Served(arrival, request)
         self.log.arrived(arrival.name, due_ns, arrival.kind, arrival.prompt_tokens)
         self._live.append(served)

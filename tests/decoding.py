@@ -127,4 +127,4 @@ def assert_nothing_is_left(platform: Platform) -> None:
     """Every memory gives all of its bytes again: nothing was leaked."""
     for device, memory in platform.memories():
         if device.info.provenance == "emulated":
-            device.free(device.alloc(memory.capacity // memory.alignment * memory.alignment, memory.name))
+            device.free(device.alloc(memory.capacity // memory.alignment * memory.alignment, memory.name, True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.decoding import SMALL, Decoded, Outputs, decode, dense_of
+from tests.decoding import SMALL, Decoded, Outputs, assert_nothing_is_left, decode, dense_of
 from tests.phantom_runs import record, replay
 from tests.pnm_rig import card_of
 from tests.test_pnm_decode import platform_of
@@ -14,18 +14,21 @@ from tests.tiny import tiny_model, tiny_workload
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.registry import open_platform
-from tierloop.runtime.arrivals import Arrival, Turn
+from tierloop.runtime.arrivals import Arrival, Fixed, Lengths, Mixture, Turn, Uniform, poisson
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.compare import PolicyRequest, find_policy, kv_shape
 from tierloop.runtime.decoder import Decoder
+from tierloop.runtime.drawn_selection import draw, load_selection_model
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.locality import find_locality
+from tierloop.runtime.model_shapes import find_model
 from tierloop.runtime.modules import Modules
 from tierloop.runtime.policies.nelssa import Nelssa
 from tierloop.runtime.policy import Policy, Request, make
 from tierloop.runtime.selection import ReplayedSelection
 from tierloop.runtime.served import ServingResult
 from tierloop.runtime.serving import ServingRules
-from tierloop.runtime.serving_run import Serving, serve_model
+from tierloop.runtime.serving_run import Serving, serve_model, serve_phantom
 
 NEAR = SMALL.parent / "near.toml"
 MODEL = tiny_model(num_q_heads=16, num_kv_heads=8)
@@ -374,3 +377,26 @@ def test_a_request_that_fits_nowhere_is_refused_with_both_reasons() -> None:
     tiny = {"devices.gpu.capacity": 1_200_000, **{f"devices.pnm{n}.capacity": 4096 for n in range(4)}}
     with pytest.raises(TierTooSmall, match="emu:pnm0 is too small"):
         nelssa(4, [PROMPTS[2]], overrides=tiny, index_share=0.6)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("policy", ["nelssa", "paged"])
+def test_prompts_that_are_prefilled_elsewhere_are_served_to_the_end(policy: str, preemption: Any) -> None:
+    model = find_model("llama-3-8b-1048k")
+    lengths = Mixture(
+        ((0.8, Lengths(Uniform(100, 3000), Fixed(40))), (0.2, Lengths(Uniform(70_000, 200_000), Fixed(60))))
+    )
+    arrivals = poisson(lengths, per_s=20, requests=60, seed=3)
+    locality = draw(load_selection_model(find_locality("smollm2-135m")), 2)
+    with open_platform("nelssa-h100-4pnm", clock="virtual") as platform:
+        how = Serving(ServingRules(64, 256, preemption, prefill_workers=64), utilisation=0.6)
+        result = serve_phantom(model, platform, PolicyRequest(policy), arrivals, how, locality)
+        assert_nothing_is_left(platform)
+    assert not result.failures
+    assert all(
+        len(s.turns[0].token_ns) == a.turns[0].output_tokens for s, a in zip(result.requests, arrivals, strict=True)
+    )
+    if policy == "nelssa":
+        assert result.preemptions == 0
+    brought = sum(link.bytes_forward for name, link in result.links.items())
+    assert brought > sum(a.prompt_tokens for a in arrivals) * model.kv_nbytes() * 0.9

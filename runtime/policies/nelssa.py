@@ -260,21 +260,26 @@ class Nelssa(Policy):
             raise TierTooSmall(f"{request.name} is too short to be clustered")
         near = self._open(request, attends=True)
         try:
-            if not request.is_served:
-                there = (pieces.room(request.prompt_tokens) - pieces.first) // pieces.block_tokens
-                self.blocks.own(request, self.shape.num_blocks(request.max_tokens) - there)
-            else:
+            if request.in_steps:
                 near.at_once = True
                 near.attends = not self._has_room(request, tokens)
-            if near.attends and request.is_served:
-                here = pieces.first + pieces.local_tokens + pieces.block_tokens
-                here = min(here + TAIL_SEGMENTS * pieces.segment_tokens, self.blocks.capacity_tokens)
-                self.blocks.admit(request, min(tokens, here))
+            if not request.is_served:
+                reach = pieces.reach(request.prompt_tokens, request.prompt_tokens)
+                there = (reach - pieces.first) // pieces.block_tokens
+                self.blocks.own(request, self.shape.num_blocks(request.max_tokens) - there)
+            elif near.attends:
+                here = self._kept_tokens() + request.in_steps * TAIL_SEGMENTS * pieces.segment_tokens
+                self.blocks.admit(request, min(tokens, here, self.blocks.capacity_tokens))
         except BaseException:
             near.centroids.close()
             near.rows.close()
             raise
         request.state["near"] = near
+
+    def _kept_tokens(self) -> int:
+        """Tokens of a request that lie on the GPU while it is attended near the memory, at most."""
+        pieces = self._pieces
+        return pieces.first + pieces.local_tokens + pieces.update_tokens + 2 * pieces.block_tokens
 
     def _has_room(self, request: Request, tokens: int) -> bool:
         """Whether a prompt can stay on the GPU until all of it is there: its rows need not come back for each chunk.
@@ -300,11 +305,11 @@ class Nelssa(Policy):
         rows = NearRows(self.engine, self._devices, shares, pieces.segment_tokens, pieces.first, last, name)
         try:
             taken = Counter(rows.nbytes())
-            for held in (_near(each) for each in self._requests):
+            for held in map(_near, self._requests):
                 taken.update({} if held is None else held.rows.nbytes())
             full = [memory for memory in rows.nbytes() if self._is_full(memory, taken[memory])]
             if full:
-                raise TierTooSmall(f"{', '.join(full)}: {name} leaves no working space there")
+                raise TierTooSmall(f"{', '.join(full)} is too small: {name} would leave no working space there")
             width, dtype = pieces.most_clusters(most), centroid_dtype(self.shape.dtype)
             centroids = Centroids(self.engine, width, pieces.first, f"centroids of {name}", dtype)
         except BaseException:
@@ -346,10 +351,7 @@ class Nelssa(Policy):
             await super().place(request, layer, keys, values)
             return
         if layer == 0:
-            end = near.pieces.room(keys.shape[1])
-            if near.at_once:  # the prompt comes as a whole, so it does not wait on the GPU until all of it is there
-                near.at_once, near.attends = False, True
-                self._promise_tail(request, near)
+            end = near.pieces.reach(keys.shape[1], near.prompt_tokens)
             self.blocks.grow(request, min(near.pieces.first, request.max_tokens))
             self.blocks.skip(request, end // shape.block_tokens)
             self.blocks.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
@@ -407,14 +409,7 @@ class Nelssa(Policy):
         if near.error is not None:
             raise near.error
         near.at_once = False
-        self._promise_tail(request, near)
-
-    def _promise_tail(self, request: Request, near: NearRequest) -> None:
-        """What a request near the memory keeps on the GPU: sinks, newest rows, and those that wait to be clustered."""
-        pieces = near.pieces
-        self.blocks.promise(
-            request, pieces.first + pieces.local_tokens + pieces.update_tokens + 2 * pieces.block_tokens
-        )
+        self.blocks.promise(request, self._kept_tokens())
 
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         return []  # they have their places since `grow`

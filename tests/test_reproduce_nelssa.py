@@ -78,7 +78,7 @@ def test_every_constant_and_each_profile_is_in_the_hash() -> None:
     assert {field.name for field in fields(Constants)} <= frozen().keys()
     assert {"profiles/nelssa-prototype.toml", "platforms/nelssa-h100-8pnm.toml"} <= frozen()["files"].keys()
     for changed in ({"budget": 0.02}, {"long_shares": (0.0,)}, {"one_gpu": "demo"}):
-        assert constants_hash(frozen(replace(CONSTANTS, **changed))) != before  # type: ignore[arg-type]  # of each type
+        assert constants_hash(frozen(replace(CONSTANTS, **changed))) != before
 
 
 def test_the_command_finds_what_each_machine_holds(run_cli: CLI) -> None:
@@ -242,10 +242,27 @@ def test_copies_beside_a_step_make_it_longer_and_the_request_is_handed_over(smal
     assert max(moving.result.step_ns) > max(staying.result.step_ns)
 
 
-def test_injected_busy_time_misses_what_the_batch_waits_for(small: Study) -> None:
-    row = migration._injected(small, 100_000, (7, 2_000), [])
-    assert abs(row["branch, off"]) < 0.01
-    assert row["busy time, off"] < -0.1
+def test_injection_adds_what_overlaps_and_busy_time_misses_what_the_batch_waits_for(small: Study) -> None:
+    few, many = (migration._injected(small, 100_000, beside, []) for beside in SMALL.occupancy_beside)
+    assert 0 < few["branch, off"] < many["branch, off"]
+    assert few["busy time, off"] < 0
+
+
+def test_near_devices_work_beside_dense_attention(small: Study) -> None:
+    lengths = (128_000, *(8_000,) * 16)
+    both, one_by_one = (
+        runs.near(small, 128_000, 17, contexts=lengths, threshold_tokens=100_000, index_share=0.25, without=off)
+        for off in ((), ("overlap",))
+    )
+    dense = both.work["emu:gpu", "attend"].ns
+    assert max(runs.pnm_ns(both)) < one_by_one.step_ns - both.step_ns < dense
+
+
+def test_a_long_prompt_that_was_prefilled_elsewhere_is_near_from_its_first_step(small: Study) -> None:
+    served = serving.serve(small, "NELSSA", 0.6)
+    assert served.failures == {}
+    assert served.details["requests"]["near"] > 0
+    assert any(use.flops for name, use in served.devices.items() if "pnm" in name)
 
 
 # -- questions ----------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def capacities(study: Study) -> Sequence[Table]:
         for gib in c.capacities_gib:
             held = Pool(gib << 30, DEVICES).tokens(model().kv_nbytes()) // context
             batch = min(held, c.batches[-1])
-            row = {"context": context, "GiB": gib, "fit": held, "batch": batch}
+            row: Row = {"context": context, "GiB": gib, "fit": held, "batch": batch}
             run = near(study, context, max(batch, 1), capacity=gib << 30)
             fits = batch and run.result.refused is None
             row |= {"tokens/s": tokens_per_s(run, batch) if fits else None}

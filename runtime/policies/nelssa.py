@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 from tierloop.devices.completion import Completion
@@ -46,6 +46,7 @@ from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
+from tierloop.runtime.loop import Task, yield_to_others
 from tierloop.runtime.near_attention import NearAttention
 from tierloop.runtime.near_partition import PARTITIONS, NearDevice, divide
 from tierloop.runtime.near_request import NearRequest, Piece, Pieces
@@ -552,16 +553,20 @@ class Nelssa(Policy):
         nears = [_near(r) for r in batch.requests]
         there = [i for i, n in enumerate(nears) if n is not None and n.attends]
         here = [i for i in range(len(nears)) if i not in there]
+        mine = batch
+        begun: Awaitable[list[Completion]] | None = None
+        if there:
+            mine, held = part_of(batch, there), [n for n in nears if n is not None and n.attends]
+            branch = self._near.attend(layer, mine, appended, held)
+            begun = await self._begin_search(branch) if self._overlap and here else branch
         done = self._attention.attend(layer, part_of(batch, here), appended) if here else []
         if here and self._loop is not None and batch.q_len == 1:
             rows = sum(int(batch.positions[i, -1]) + 1 for i in here)
             self._branches.append((batch.ready, done[-1], rows, False))
-        if there:
-            mine = part_of(batch, there)
-            held = [n for n in nears if n is not None and n.attends]
+        if begun is not None:
             for completion in [] if self._overlap else done:
                 await completion
-            near = await self._near.attend(layer, mine, appended, held)
+            near = await begun
             if self._loop is not None and batch.q_len == 1:
                 self._branches.append((batch.ready, near[-1], len(there), True))
             done = [*done, *near]
@@ -571,6 +576,12 @@ class Nelssa(Policy):
                 if failure is not None:
                     self._lost(failure)
         return done
+
+    async def _begin_search(self, near: Coroutine[Any, Any, list[Completion]]) -> Task[list[Completion]]:
+        """Let the near branch give the GPU its search before the dense branch does: devices work beside that one."""
+        task = self.engine.loop.spawn(near)
+        await yield_to_others(self.engine.loop)
+        return task
 
     def could_hold(self, num_tokens: int) -> bool:
         shape, near = self.shape, [device.memory for device in self._devices]

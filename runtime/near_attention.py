@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Launch
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import DeviceError, Unsupported
+from tierloop.devices.device import Estimate
+from tierloop.devices.errors import DeviceError, OutOfMemory, Unsupported
 from tierloop.devices.kernels.contract import Attend, Score, Topk
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
@@ -344,19 +345,22 @@ class NearAttention:
         one = replace(batch, requests=[batch.requests[i]], positions=batch.positions[i : i + 1])
         near_ns = 0
         for group in self._groups(layer, one, [near], [everything]):
-            queries = self._scratch.at(
-                "queries", group.lane.memory, "estimate", self._queries_of(batch, [i], group.heads).spans.nbytes
-            )
-            nbytes = self._engine.state_nbytes(len(group.roots), batch.q_len)
-            states = self._scratch.at("states", group.lane.memory, "estimate", nbytes)
             try:
-                estimate = group.lane.device.estimate(self._launch(one, group, queries, states), group.lane.queue)
-            except Unsupported:
+                estimate = self._estimate_near(one, group)
+            except (Unsupported, OutOfMemory):
                 return True
             except DeviceError:
                 return False  # whoever attends will hear of it
             near_ns = max(near_ns, estimate.duration_ns)
         return self._stream.estimate_ns(layer, near) < near_ns
+
+    def _estimate_near(self, one: Batch, group: _Group) -> Estimate:
+        """What attending over the rows of one request near the memory would take. Raises a DeviceError."""
+        memory, needed = group.lane.memory, self._queries_of(one, [0], group.heads).spans.nbytes
+        queries = self._scratch.at("queries", memory, "estimate", needed)
+        nbytes = self._engine.state_nbytes(len(group.roots), one.q_len)
+        states = self._scratch.at("states", memory, "estimate", nbytes)
+        return group.lane.device.estimate(self._launch(one, group, queries, states), group.lane.queue)
 
 
 def _some(sizes: Int64, order: Int64, count: int) -> Int64:

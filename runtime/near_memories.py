@@ -64,9 +64,18 @@ class NearMemories:
             divide(partition, len(devices), engine.shape.num_kv_heads, 1, [0])
 
     def open(self, request: Request, attends: bool) -> NearRequest:
-        """Take what the request needs. Raises TierTooSmall, with nothing kept."""
-        if not self.devices:
-            raise TierTooSmall(f"{request.name} has no near memory to go to")
+        """Take what the request needs, on devices that are not gone. Raises TierTooSmall, with nothing kept."""
+        while self.devices:
+            try:
+                return self._open_on_all(request, attends)
+            except Gone as error:
+                count = len(self.devices)
+                self.lost(error)
+                if len(self.devices) == count:  # it was none of them
+                    raise
+        raise TierTooSmall(f"{request.name} has no near memory to go to")
+
+    def _open_on_all(self, request: Request, attends: bool) -> NearRequest:
         engine, pieces, most = self.engine, self.pieces, request.max_tokens
         last = max(pieces.room(most), pieces.first + 1)
         name, segments = request.name, num_segments(last, pieces.segment_tokens)
@@ -120,7 +129,11 @@ class NearMemories:
         """A command failed: devices that are gone are left out from now on."""
         cause = error.__cause__ if isinstance(error.__cause__, DeviceError) else error
         if isinstance(cause, Gone):
-            self.devices = [device for device in self.devices if self._is_there(device)]
+            self.look()
+
+    def look(self) -> None:
+        """Leave out devices that are gone."""
+        self.devices = [device for device in self.devices if self._is_there(device)]
 
     def _is_there(self, device: NearDevice) -> bool:
         """Whether a memory still answers: whoever failed may have been copying from it."""

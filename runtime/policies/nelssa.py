@@ -168,6 +168,7 @@ class Nelssa(Policy):
         tokens = self._given
         if not tokens:
             tokens = math.inf
+            self._memories.look()
             if self._memories.devices:
                 item = centroid_dtype(self.shape.dtype)
                 constants = estimate_constants(

@@ -45,6 +45,7 @@ from tierloop.runtime.in_place import InPlaceAttention
 from tierloop.runtime.loop import Task, yield_to_others
 from tierloop.runtime.near_attention import NearAttention
 from tierloop.runtime.near_memories import NearMemories, near_devices
+from tierloop.runtime.near_moves import NearMoves, near_of
 from tierloop.runtime.near_partition import PARTITIONS
 from tierloop.runtime.near_request import NearRequest, Piece, Pieces
 from tierloop.runtime.near_writer import NearWriter, centroid_dtype
@@ -62,8 +63,6 @@ from tierloop.runtime.policy import (
 from tierloop.runtime.stages import Float32
 from tierloop.runtime.threshold_loop import ThresholdLoop
 
-LEAD = 8
-"""A migration begins when a request has this part of the threshold left to grow: an eighth."""
 TAIL_SEGMENTS = 2
 """Segments of rows that wait on the GPU to be written, at most; then chunks of the prompt wait."""
 
@@ -137,10 +136,7 @@ class Nelssa(Policy):
         if "partition" in off:
             devices = devices[:1]
         self._memories = NearMemories(engine, devices, partition, self._pieces)
-        self._migrate = "migration" not in off
         self._overlap = "overlap" not in off
-        self._migrate_tokens = int(migrate_tokens)
-        self._watermark = watermark
         self.blocks = PagedBlocks(engine)
         self.blocks.reserved = lambda: self._memories.index_nbytes(index_share)
         self._attention = InPlaceAttention(engine)
@@ -148,6 +144,8 @@ class Nelssa(Policy):
         self._near = NearAttention(engine, self._budget, self._pieces.segment_tokens)
         longest = max(self._pieces.segment_tokens, self._pieces.update_tokens)
         self._writer = NearWriter(engine, longest, int(cluster_tokens), int(iterations))
+        migrates = "migration" not in off
+        self._moves = NearMoves(self._memories, self.blocks, self._writer, int(migrate_tokens), watermark, migrates)
         self._given = float(threshold_tokens)
         self._threshold_scale = threshold_scale
         self._threshold = math.nan
@@ -156,10 +154,7 @@ class Nelssa(Policy):
         self._branches: list[tuple[Completion, Completion, int, bool]] = []
         """What began and ended the attention of a layer, of how many rows, or requests where it was near."""
         self._requests: list[Request] = []
-        self._stayed: set[str] = set()
-        """Requests that were to move, and for which there was no room."""
-        self._credit = 0
-        self._counts = dict.fromkeys(("gpu", "near", "migrated", "forced"), 0)
+        self._counts = dict.fromkeys(("gpu", "near"), 0)
 
     # -- the threshold ------------------------------------------------------------------------------------------------
 
@@ -245,7 +240,7 @@ class Nelssa(Policy):
         try:
             self.blocks.admit(request, tokens)
         except TierTooSmall:
-            leaving = any(near is not None and not near.attends for near in map(_near, self._requests))
+            leaving = any(near is not None and not near.attends for near in map(near_of, self._requests))
             if leaving and self.blocks.could_hold(tokens):
                 raise
             return False
@@ -267,7 +262,7 @@ class Nelssa(Policy):
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
-        near, shape = _near(request), self.shape
+        near, shape = near_of(request), self.shape
         if near is None:
             self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
             await super().place(request, layer, keys, values)
@@ -279,7 +274,7 @@ class Nelssa(Policy):
             self.blocks.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
         await super().place(request, layer, keys, values)
         if layer == 0:
-            self._start_pieces(request, near)
+            self._moves.start_pieces(request, near)
         if not self.engine.phantom:
             scales = None if request.blocks.scales is None else request.blocks.scales.values[layer]
             stored = [keys_to_bytes(keys, shape.dtype, scales), values_to_bytes(values, shape.dtype)]
@@ -305,157 +300,41 @@ class Nelssa(Policy):
         self.blocks.grow(request, num_tokens)
 
     def is_ready(self, request: Request) -> bool:
-        near = _near(request)
+        near = near_of(request)
         if near is None or not near.attends or request.table is None:
             return True
         waiting = int(request.table.length[0]) - near.end
-        moving = bool(near.under_way) or self._due(request, near)
+        moving = bool(near.under_way) or self._moves.is_due(request, near)
         most = min(TAIL_SEGMENTS * near.pieces.segment_tokens, self.blocks.capacity_tokens // 2)
         return waiting <= most or not moving
 
     async def something_moved(self) -> None:
         await self.step_begins([])
-        if any(near is not None and near.attends and near.under_way for near in map(_near, self._requests)):
+        if any(near is not None and near.attends and near.under_way for near in map(near_of, self._requests)):
             await self._writer.written
             await self.step_begins([])
 
     async def prompt_is_stored(self, request: Request) -> None:
-        near = _near(request)
+        near = near_of(request)
         if near is None or not (near.attends or near.at_once):
             return
-        self._start_pieces(request, near)
-        for piece in list(near.under_way):
-            self._writer.begin(near, request.blocks, piece, len(piece.waiting))
-            for task in piece.tasks:
-                await task
-        if near.error is not None:
-            raise near.error
+        await self._moves.write_all(request, near)
         near.at_once = False
         self.blocks.promise(request, self._kept_tokens())
 
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         return []  # they have their places since `grow`
 
-    # -- between steps ------------------------------------------------------------------------------------------------
-
     async def step_begins(self, requests: Sequence[Request]) -> None:
-        for request in self._requests:
-            near = _near(request)
-            if near is None:
-                continue
-            if near.error is not None:
-                await self._give_up(request, near)
-                continue
-            self._publish(request, near)
-            moving = near.attends or near.at_once or near.under_way or self._due(request, near)
-            if not moving:
-                self._hand_over(request, near)
         self._learn()
-        if self._migrate and self._memories.devices:
-            self._begin_migrations()
-        migrating = []
-        for request in self._requests:
-            near = _near(request)
-            if near is not None and near.error is None:
-                self._start_pieces(request, near)
-                if near.attends or near.at_once:
-                    for piece in near.under_way:
-                        self._writer.begin(near, request.blocks, piece, len(piece.waiting))
-                else:
-                    migrating += [(request, near, piece) for piece in near.under_way if piece.waiting]
-        self._spend(migrating)
-
-    def _spend(self, migrating: list[tuple[Request, NearRequest, Piece]]) -> None:
-        """Let as many layers of migrating pieces be written as `migrate_tokens` of all layers in this step allow."""
-        if not migrating:
-            self._credit = 0
-            return
-        self._credit += self._migrate_tokens * self.shape.num_layers
-        for request, near, piece in migrating:
-            while piece.waiting and self._credit >= piece.high - piece.low:
-                self._credit -= piece.high - piece.low
-                self._writer.begin(near, request.blocks, piece, 1)
-            if piece.waiting:
-                return
-
-    def _due(self, request: Request, near: NearRequest) -> bool:
-        """Whether rows of the request could be clustered that are not."""
-        stored = int(request.blocks.length[0])
-        return near.pieces.next(near.started, stored, near.prompt_tokens) is not None
-
-    def _start_pieces(self, request: Request, near: NearRequest) -> None:
-        stored = int(request.blocks.length[0])
-        while (high := near.pieces.next(near.started, stored, near.prompt_tokens)) is not None:
-            self._writer.start(near, near.started, high)
-
-    def _publish(self, request: Request, near: NearRequest) -> None:
-        """Pieces that were written in all layers are read from now on, and their blocks on the GPU given back."""
-        for piece in list(near.under_way):
-            if len(piece.labels) < self.shape.num_layers:
-                return
-            near.publish(piece)
-            if near.attends:
-                self._give_blocks(request, piece.low, piece.high)
-
-    def _give_blocks(self, request: Request, low: int, high: int) -> None:
-        self.blocks.give(request, low // self.shape.block_tokens, high // self.shape.block_tokens)
-
-    async def _give_up(self, request: Request, near: NearRequest) -> None:
-        """What was being written failed: a request that is there fails, one that was to move stays."""
-        error = near.error
-        assert error is not None, "it failed"
-        self._memories.lost(error)
-        if near.attends:
-            request.fail(error)
-            return
-        del request.state["near"]
-        await self._memories.close(near)
-
-    # -- migration ----------------------------------------------------------------------------------------------------
-
-    def _begin_migrations(self) -> None:
-        """Have requests copied that approach the threshold, and the longest ones where the GPU gets full."""
-        blocks = self.blocks
-        here = [r for r in self._requests if _near(r) is None and r.table is not None]
-        for request in here:
-            if int(request.blocks.length[0]) * (1 + 1 / LEAD) >= self._threshold:
-                self._begin(request, forced=False)
-        low = blocks.is_shared and blocks.free < self._watermark * blocks.pool.num_slots
-        if low and not any(n is not None and not n.attends for n in map(_near, self._requests)):
-            here = [r for r in here if _near(r) is None]
-            for request in sorted(here, key=lambda r: -int(r.blocks.length[0])):
-                if self._pieces.next(self._pieces.first, int(request.blocks.length[0]), request.prompt_tokens):
-                    self._begin(request, forced=True)
-                    break
-
-    def _begin(self, request: Request, forced: bool) -> None:
-        stored = int(request.blocks.length[0])
-        if self._pieces.next(self._pieces.first, stored, request.prompt_tokens) is None:
-            return
-        try:
-            near = self._memories.open(request, attends=False)
-        except TierTooSmall:
-            self._stayed.add(request.name)
-            return
-        near.forced, near.is_migration = forced, True
-        request.state["near"] = near
-        self._counts["forced"] += forced
-
-    def _hand_over(self, request: Request, near: NearRequest) -> None:
-        """The request has been copied as far as it goes: from the next step on it is attended there."""
-        if near.is_migration and not near.forced and int(request.blocks.length[0]) < self._threshold:
-            return
-        near.attends = True
-        request.migrations += near.is_migration
-        self._counts["migrated"] += near.is_migration
-        self._give_blocks(request, near.pieces.first, near.end)
+        await self._moves.step_begins(self._requests, self._threshold)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
     async def attend(self, layer: int, batch: Batch) -> list[Completion]:
         self.open_blocks(layer, batch)
         appended = self.append(layer, batch)
-        nears = [_near(r) for r in batch.requests]
+        nears = [near_of(r) for r in batch.requests]
         there = [i for i, n in enumerate(nears) if n is not None and n.attends]
         here = [i for i in range(len(nears)) if i not in there]
         mine = batch
@@ -493,7 +372,7 @@ class Nelssa(Policy):
         return num_tokens <= max(self.blocks.capacity_tokens, near)
 
     def frees(self, request: Request) -> bool:
-        near = _near(request)
+        near = near_of(request)
         return near is None or not near.attends
 
     def free_nbytes(self) -> dict[str, int]:
@@ -502,13 +381,13 @@ class Nelssa(Policy):
 
     def placement(self, request: Request) -> dict[str, int]:
         held = super().placement(request)
-        near = _near(request)
+        near = near_of(request)
         for memory, nbytes in ({} if near is None else near.rows.nbytes()).items():
             held[memory] = held.get(memory, 0) + nbytes
         return held
 
     async def swap_out(self, request: Request) -> None:
-        if _near(request) is not None:
+        if near_of(request) is not None:
             raise TierTooSmall(f"{request.name} is on its way to near memories, and is not swapped")
         await self.blocks.swap_out(request)
 
@@ -520,11 +399,11 @@ class Nelssa(Policy):
             "threshold_tokens": self._threshold if math.isfinite(self._threshold) else None,
             "crossover": self._crossover,
             "selected_rows": self._near.selected,
-            "requests": {**self._counts, "stayed": len(self._stayed)},
+            "requests": {
+                **self._counts,
+                "migrated": self._moves.migrated,
+                "forced": self._moves.forced,
+                "stayed": len(self._moves.stayed),
+            },
             "devices": [device.memory for device in self._memories.devices],
         }
-
-
-def _near(request: Request) -> NearRequest | None:
-    near: NearRequest | None = request.state.get("near")
-    return near

@@ -208,7 +208,7 @@ def test_the_largest_request_is_admitted_and_the_next_is_not(small: Study) -> No
 
 def test_full_near_memories_keep_working_space(small: Study) -> None:
     full = runs.near(small, 1_048_000, 1, capacity=SMALL.prototype_nbytes, layers=0)
-    assert "leaves no working space" in str(full.result.refused)
+    assert "no working space there" in str(full.result.refused)
     fits = runs.near(small, 1_024_000, 1, capacity=SMALL.prototype_nbytes, layers=0)
     assert fits.result.refused is None
 

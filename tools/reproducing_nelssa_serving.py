@@ -114,9 +114,10 @@ def short_requests(study: Study) -> Check:
     }
     reason = (
         "with prompts prefilled elsewhere a step of one GPU reads at most what its memory holds, about 15 ms of KV, "
-        "and short requests wait for admission instead; NELSSA has more long requests in a step, and short ones wait for "
-        "all of them. What makes short requests wait for tokens on one GPU is the prefill of long prompts: against prefill "
-        f"workers the ratio at P95 is {unlike['p95']:.2f}, where both prefill where they decode {in_place['p95']:.2f}; "
+        "and short requests wait for admission instead; NELSSA has more long requests in a step, and short ones wait "
+        "for all of them. What makes short requests wait for tokens on one GPU is the prefill of long prompts: against "
+        f"prefill workers the ratio at P95 is {unlike['p95']:.2f}, where both prefill where they decode "
+        f"{in_place['p95']:.2f}; "
         f"{_why(study)}"
     )
     return Check("N4", "short requests beside long ones", claims, "extrapolated", study.seed, reason, details)

@@ -156,3 +156,12 @@ async def all_of(waiting: Iterable[Awaitable[Any]]) -> None:
     """Wait for all; raises the first error in the order given."""
     for each in waiting:
         await each
+
+
+async def yield_to_others(loop: Loop) -> None:
+    """Let every task that is ready run until it waits, before whoever awaits this goes on."""
+    await loop.spawn(_nothing())
+
+
+async def _nothing() -> None:
+    """Over when the tasks that were ready before have had their turn."""

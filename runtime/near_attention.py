@@ -22,27 +22,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import Copy, Launch
+from tierloop.devices.commands import Launch
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import DeviceError, Unsupported
+from tierloop.devices.device import Estimate
+from tierloop.devices.errors import DeviceError, OutOfMemory, Unsupported
 from tierloop.devices.kernels.contract import Attend, Score, Topk
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
-from tierloop.devices.states import cover
-from tierloop.runtime.blocks import K, Rows, V, join
+from tierloop.runtime.batch_parts import offset_of, part_of
+from tierloop.runtime.blocks import Rows, join
 from tierloop.runtime.decisions import Question
 from tierloop.runtime.engine import Engine, Lane
-from tierloop.runtime.near_request import NearRequest
+from tierloop.runtime.near_request import NearRequest, roots_table
 from tierloop.runtime.near_rows import NearShare, Picked, pick, pick_all
+from tierloop.runtime.near_stream import NearStream
 from tierloop.runtime.policy import Batch
 from tierloop.runtime.scratch import Scratch
 
 Int64 = NDArray[np.int64]
 LAYERS_UNDER_WAY = 2
-STREAMED = 1 << 16
-"""Rows of each KV head that are streamed at a time, at most; there is room for two such pieces."""
-STREAM_SHARE = 16
-"""The part of the memory that room for one of them may take: a sixteenth."""
 
 
 @dataclass
@@ -76,16 +74,8 @@ class NearAttention:
     def __init__(self, engine: Engine, budget: float, segment_tokens: int) -> None:
         self._engine = engine
         self._budget = budget
-        shape = engine.shape
-        capacity = sum(m.capacity for m in engine.memories() if m.name == engine.dense.memory)
-        row = shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
-        segments = min(STREAMED, capacity // STREAM_SHARE // row) // segment_tokens
-        self._streamed = (1 << max(segments.bit_length() - 1, 0)) * segment_tokens
-        """Rows that are streamed together: whole segments, and whole subtrees where a segment is one."""
         self._scratch = Scratch(engine)
-        self._readers: dict[int, Completion] = {}
-        """Who reads each half of the streamed rows last."""
-        self._begun: list[Completion] = []
+        self._stream = NearStream(engine, segment_tokens, self._scratch)
         self.selected = 0
         """Rows that were taken by their clusters, of all KV heads."""
 
@@ -101,8 +91,8 @@ class NearAttention:
         picked = await self._picked(layer, batch, nears, streamed)
         groups = self._groups(layer, batch, nears, picked)
         here = self._roots_here(batch, nears)
-        pieces = {i: self._slices(batch, i, near) for i, near in enumerate(nears) if streamed[i]}
-        tables = [here, *(g.roots for g in groups), *(roots for each in pieces.values() for *_, roots in each)]
+        slices = [(i, part) for i, s in enumerate(streamed) if s for part in self._stream.slices(batch, i, nears[i])]
+        tables = [here, *(group.roots for group in groups), *(part.roots for _, part in slices)]
         offsets = np.cumsum([0, *(engine.state_nbytes(len(roots), batch.q_len) for roots in tables)]).tolist()
         home = self._scratch.at("all states", engine.dense.memory, slot, offsets[-1])
         places = [home.region.at(a, b - a) for a, b in pairwise(offsets)]
@@ -111,13 +101,8 @@ class NearAttention:
         for group, place in zip(groups, places[1:], strict=False):
             members = [i for i, *_ in group.members]
             awaited.append(self._or_error(self._attend_near, members, batch, group, place, slot))
-        number = 1 + len(groups)
-        for i, slices in pieces.items():
-            for low, high, roots in slices:
-                place = places[number]
-                args = layer, batch, i, nears[i], low, high, roots, place
-                awaited.append(self._or_error(self._stream, [i], *args))
-                number += 1
+        for (i, part), place in zip(slices, places[1 + len(groups) :], strict=True):
+            awaited.append(self._or_error(self._stream.attend, [i], layer, batch, i, nears[i], part, place))
         lost = await self._settle(batch, awaited)
         merged = [roots if not lost else roots[~np.isin(roots[:, 0], list(lost))] for roots in tables]
         if lost:
@@ -204,7 +189,7 @@ class NearAttention:
 
     def _roots_here(self, batch: Batch, nears: Sequence[NearRequest]) -> Int64:
         heads = range(self._engine.shape.num_kv_heads)
-        return _table(
+        return roots_table(
             (i, head, *node)
             for i, near in enumerate(nears)
             for head in heads
@@ -249,22 +234,24 @@ class NearAttention:
                 group = groups.setdefault(key, _Group(share.near.lane, share.near.memory, share.share.heads))
                 rows = near.rows.operands(share, layer, len(group.members), mine)
                 if len(rows.runs):
-                    roots = _table((i, head, *node) for head in share.share.heads.tolist() for node in nodes)
+                    roots = roots_table((i, head, *node) for head in share.share.heads.tolist() for node in nodes)
                     group.members.append((i, share, rows, roots))
         return [group for group in groups.values() if group.members]
 
-    def _attend_near(self, batch: Batch, group: _Group, home: Segment, slot: tuple[int, int]) -> Completion:
-        """Queries of the group's heads there, its states back."""
+    def _attend_near(
+        self, batch: Batch, group: _Group, home: Segment, slot: tuple[int, int], begun: list[Completion]
+    ) -> Completion:
+        """Queries of the group's heads there, its states back; what comes before that goes to `begun`, too."""
         engine, lane = self._engine, group.lane
         queries = self._queries_of(batch, [i for i, *_ in group.members], group.heads)
         use = f"{group.memory} {int(group.heads[0])}"
         there = self._scratch.at(f"queries {use}", lane.memory, slot, queries.spans.nbytes)
         copied = engine.stages.mark(engine.copy(queries, there, [batch.ready]), "queries")
-        self._begun.append(copied)
+        begun.append(copied)
         states = self._scratch.at(f"states {use}", lane.memory, slot, home.spans.nbytes)
         launch = self._launch(batch, group, there, states)
         done = engine.stages.mark(lane.submit(launch, [copied]), "near")
-        self._begun.append(done)
+        begun.append(done)
         return engine.stages.mark(engine.copy(states, home, [done]), "states")
 
     def _launch(self, batch: Batch, group: _Group, queries: Segment, states: Segment) -> Launch:
@@ -295,19 +282,19 @@ class NearAttention:
         row = shape.group * shape.head_dim * 4
         width = shape.num_kv_heads * row * batch.q_len
         offsets = np.concatenate(
-            [_offset(batch.queries, i, width) + np.arange(batch.q_len) * (width // batch.q_len) for i in which]
+            [offset_of(batch.queries, i, width) + np.arange(batch.q_len) * (width // batch.q_len) for i in which]
         )
         return Segment(batch.queries.region, Spans.equal(offsets + int(heads[0]) * row, len(heads) * row))
 
     def _or_error(self, submit: Callable[..., Completion], members: list[int], *args: Any) -> _Awaited:
         """What is submitted, or why it was not: a device that is gone says so at once."""
-        self._begun = []
+        begun: list[Completion] = []
         error = None
         try:
-            self._begun.append(submit(*args))
+            begun.append(submit(*args, begun))
         except DeviceError as refused:
             error = refused
-        return _Awaited(members, self._begun, error)
+        return _Awaited(members, begun, error)
 
     async def _settle(self, batch: Batch, awaited: Sequence[_Awaited]) -> set[int]:
         """Wait for what near devices do; the numbers of requests whose devices failed, which have been told."""
@@ -356,147 +343,26 @@ class NearAttention:
         members, first, segment = near.centroids.members(layer), near.pieces.first, near.pieces.segment_tokens
         everything = [pick_all(m, first, near.end, first, segment, True) for m in members]
         one = replace(batch, requests=[batch.requests[i]], positions=batch.positions[i : i + 1])
-        near_ns = copy_ns = 0
+        near_ns = 0
         for group in self._groups(layer, one, [near], [everything]):
-            queries = self._scratch.at(
-                "queries", group.lane.memory, "estimate", self._queries_of(batch, [i], group.heads).spans.nbytes
-            )
-            nbytes = self._engine.state_nbytes(len(group.roots), batch.q_len)
-            states = self._scratch.at("states", group.lane.memory, "estimate", nbytes)
             try:
-                estimate = group.lane.device.estimate(self._launch(one, group, queries, states), group.lane.queue)
-            except Unsupported:
+                estimate = self._estimate_near(one, group)
+            except (Unsupported, OutOfMemory):
                 return True
             except DeviceError:
                 return False  # whoever attends will hear of it
             near_ns = max(near_ns, estimate.duration_ns)
-        some = min(near.end, first + self._streamed) - first
-        for source, target in self._copies(layer, near, first, first + some):
-            lane = self._engine.mover(source.region.memory, target.region.memory)
-            if lane is not None:
-                copy_ns += lane.device.estimate(Copy(source, target), lane.queue).duration_ns
-        return copy_ns * (near.end - first) < near_ns * some
+        return self._stream.estimate_ns(layer, near) < near_ns
 
-    def _slices(self, batch: Batch, i: int, near: NearRequest) -> list[tuple[int, int, Int64]]:
-        """Rows [low, high) that are streamed together, whole segments, and the roots of each."""
-        shape, piece = self._engine.shape, near.pieces
-        step, last, found = self._streamed, int(batch.positions[i, -1]) // shape.split_tokens, []
-        for start in range(0, near.end, step):
-            low, high = max(start, piece.first), min(start + step, near.end)
-            splits = [row // shape.split_tokens for row in (low, high)]
-            others = [*range(splits[0]), *range(splits[1], last + 1)]
-            nodes = cover(list(range(*splits)), others)
-            found.append((low, high, _table((i, h, *node) for h in range(shape.num_kv_heads) for node in nodes)))
-        return found
-
-    def _stream(
-        self,
-        layer: int,
-        batch: Batch,
-        i: int,
-        near: NearRequest,
-        low: int,
-        high: int,
-        roots: Int64,
-        states: Segment,
-    ) -> Completion:
-        """Copy rows [low, high) to where the modules run, and attend over them there."""
-        engine, shape = self._engine, self._engine.shape
-        half = low // self._streamed % 2
-        before = [self._readers[half]] if half in self._readers else []
-        copies = []
-        for source, target in self._copies(layer, near, low, high):
-            copies.append(engine.stages.mark(engine.copy(source, target, before), "stream"))
-            self._begun.append(copies[-1])
-        members = near.centroids.members(layer)
-        first, segment = near.pieces.first, near.pieces.segment_tokens
-        rows = [pick_all(m, low, high, first, segment, engine.phantom) for m in members]
-        heads = np.repeat(np.arange(shape.num_kv_heads, dtype=np.int64), [len(mine.rows) for mine in rows])
-        positions, row, count = (np.concatenate([mine[k] for mine in rows]) for k in range(3))
-        runs = np.stack((np.zeros_like(heads), heads, positions), axis=1)
-        space, sides = self._space(half), list[Segment]()
-        for side in (K, V):
-            size = shape.row_nbytes(side)
-            start = side * shape.num_kv_heads * (high - low) * shape.row_nbytes(K)
-            offsets = start + (heads * (high - low) + row - low) * size
-            sides.append(Segment(space.region, Spans(np.stack((offsets, count * size), axis=1))))
-        mine = roots.copy()
-        mine[:, 0] = 0
-        queries = part_of(batch, [i]).queries
-        done = engine.attend(
-            engine.dense,
-            queries,
-            Rows(runs, (sides[0],), (sides[1],)),
-            batch.positions[i : i + 1],
-            batch.scale,
-            mine,
-            states,
-            [batch.ready, *copies],
-        )
-        self._readers[half] = done
-        return done
-
-    def _space(self, half: int) -> Segment:
-        shape = self._engine.shape
-        nbytes = self._streamed * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
-        return self._scratch.at("streamed", self._engine.dense.memory, half, nbytes)
-
-    def _copies(self, layer: int, near: NearRequest, low: int, high: int) -> list[tuple[Segment, Segment]]:
-        """What is copied for rows [low, high): from each share, to their places by side, head and row."""
-        shape, segment = self._engine.shape, near.pieces.segment_tokens
-        space, found = self._space(low // self._streamed % 2), []
-        for share in near.rows.shares:
-            sources, targets = [], []
-            for side in (K, V):
-                size = shape.row_nbytes(side)
-                start = side * shape.num_kv_heads * (high - low) * shape.row_nbytes(K)
-                for number in range(low // segment, -(-high // segment)):
-                    a, b = max(number * segment, low), min((number + 1) * segment, high)
-                    source = near.rows.stretch(share, layer, side, a, b)
-                    if source is not None:
-                        sources.append(source.spans.array)
-                        offsets = start + (share.share.heads * (high - low) + a - low) * size
-                        targets.append(np.stack((offsets, np.full_like(offsets, (b - a) * size)), axis=1))
-            if sources:
-                there, here = Spans(np.concatenate(sources)), Spans(np.concatenate(targets))
-                found.append((Segment(share.region, there), Segment(space.region, here)))
-        return found
-
-
-def part_of(batch: Batch, which: Sequence[int]) -> Batch:
-    """Some requests of a batch, by their numbers, as a batch."""
-    if list(which) == list(range(len(batch.requests))):
-        return batch
-    n = len(batch.requests)
-
-    def some(segment: Segment) -> Segment:
-        size = segment.spans.nbytes // n
-        return Segment(segment.region, Spans.equal(np.array([_offset(segment, i, size) for i in which]), size))
-
-    return replace(
-        batch,
-        requests=[batch.requests[i] for i in which],
-        positions=batch.positions[list(which)],
-        queries=some(batch.queries),
-        new_keys=some(batch.new_keys),
-        new_values=some(batch.new_values),
-        output=some(batch.output),
-        attended=[None] * len(which),
-        attended_rows=[None] * len(which),
-        predicted=[None] * len(which),
-    )
-
-
-def _offset(segment: Segment, i: int, size: int) -> int:
-    """Where the i-th of equal parts of a segment begins, which is one span or has one for each of them."""
-    spans = segment.spans.array
-    return int(spans[0, 0]) + i * size if len(spans) == 1 else int(spans[i, 0])
+    def _estimate_near(self, one: Batch, group: _Group) -> Estimate:
+        """What attending over the rows of one request near the memory would take. Raises a DeviceError."""
+        memory, needed = group.lane.memory, self._queries_of(one, [0], group.heads).spans.nbytes
+        queries = self._scratch.at("queries", memory, "estimate", needed)
+        nbytes = self._engine.state_nbytes(len(group.roots), one.q_len)
+        states = self._scratch.at("states", memory, "estimate", nbytes)
+        return group.lane.device.estimate(self._launch(one, group, queries, states), group.lane.queue)
 
 
 def _some(sizes: Int64, order: Int64, count: int) -> Int64:
     """The first `count` clusters that have rows."""
     return order[sizes[order] > 0][:count]
-
-
-def _table(rows: object) -> Int64:
-    return np.array(list(rows), dtype=np.int64).reshape(-1, 4)  # type: ignore[call-overload]  # an iterable

@@ -12,6 +12,7 @@ read, and only then are the rows where the modules run given up.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -159,3 +160,8 @@ class NearRequest:
             others = here if len(mine) == len(splits) else np.setdiff1d(everything, mine, assume_unique=True)
             shares.append(cover(mine.tolist(), others.tolist()) if len(mine) else [])
         return Cut(cover(here.tolist(), splits.tolist()), shares)
+
+
+def roots_table(rows: Iterable[tuple[int, ...]]) -> Int64:
+    """Roots as a table: int64 (r, 4) of (number in the batch, KV head, level, index)."""
+    return np.array(list(rows), dtype=np.int64).reshape(-1, 4)

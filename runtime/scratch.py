@@ -28,7 +28,7 @@ class Scratch:
         region = self._regions.get(key)
         if region is None or region.nbytes < nbytes:
             if region is not None:
-                self._engine.drop(region)
+                self._engine.drop(self._regions.pop(key))
             region = self._engine.scratch(memory, 1 << max(nbytes - 1, LEAST_NBYTES - 1).bit_length())
             self._regions[key] = region
         return region.at(0, nbytes)

@@ -30,7 +30,7 @@ from tierloop.runtime.arrivals import Arrival, check
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.decoder import Decoder, Part
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.loop import Alarm
+from tierloop.runtime.loop import Alarm, yield_to_others
 from tierloop.runtime.policy import Policy, Request
 from tierloop.runtime.prefill_workers import PrefillWorkers
 from tierloop.runtime.serving_log import Log
@@ -407,7 +407,7 @@ class Server:
                 elif part.next_token:
                     await self._said(each, tokens[number], now)
         self._sample()
-        await loop.spawn(_nothing())  # whose prompt is stored already goes on in the next step
+        await yield_to_others(loop)  # whose prompt is stored already goes on in the next step
 
     async def _store(self, served: _Served, token: int) -> None:
         """The prompt went through the model; its first token counts when its rows are where they belong."""
@@ -461,7 +461,3 @@ class Server:
         self._preempted = True
         self.log.preempted(served.name, served.stored)
         await self._start_again(served)
-
-
-async def _nothing() -> None:
-    """A task that is over when those before it have had their turn."""

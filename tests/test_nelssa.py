@@ -284,6 +284,18 @@ def test_requests_of_a_lost_device_are_computed_again_on_the_others() -> None:
     assert policy.report()["devices"] == ["emu:pnm0", "emu:pnm1", "emu:pnm3"]
 
 
+@pytest.mark.parametrize("lost_ns", [1, 15_000_000])
+def test_a_device_that_is_lost_while_nobody_uses_it_is_left_out(lost_ns: int) -> None:
+    arrivals = arriving(300, 60, 310, every_ns=20_000_000, output=4)
+    lost = [(lost_ns, lambda platform: platform.memory_owner("emu:pnm2").close())]
+    result, policy = serve(arrivals, lost, threshold_tokens=200)
+    assert right_tokens(arrivals, result)
+    assert not result.failures
+    assert result.recomputed_tokens == 0
+    assert policy.report()["devices"] == ["emu:pnm0", "emu:pnm1", "emu:pnm3"]
+    assert policy.report()["requests"]["near"] + result.migrations == 2
+
+
 @pytest.mark.parametrize("scale", [0.1, 0.7, 1.3, 10.0])
 def test_a_mis_set_threshold_serves_the_same_tokens(scale: float) -> None:
     arrivals = arriving(60, 120, 250, 380)

@@ -29,27 +29,25 @@ Where the paper is silent, or this deviates:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError, DeviceError, Gone, OutOfMemory
-from tierloop.devices.kernels.contract import ITEMSIZE
-from tierloop.runtime.blocks import K, Pool, TierTooSmall, V
-from tierloop.runtime.centroids import Centroids
-from tierloop.runtime.clusters import check_clusters
+from tierloop.devices.errors import ConfigurationError
+from tierloop.runtime.batch_parts import part_of
+from tierloop.runtime.blocks import Pool, TierTooSmall
 from tierloop.runtime.crossover import crossover
 from tierloop.runtime.crossover_estimate import estimate_constants
 from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
-from tierloop.runtime.loop import Task
-from tierloop.runtime.near_attention import NearAttention, part_of
-from tierloop.runtime.near_partition import PARTITIONS, NearDevice, divide
+from tierloop.runtime.loop import Task, yield_to_others
+from tierloop.runtime.near_attention import NearAttention
+from tierloop.runtime.near_memories import NearMemories, near_devices
+from tierloop.runtime.near_moves import NearMoves, near_of
+from tierloop.runtime.near_partition import PARTITIONS
 from tierloop.runtime.near_request import NearRequest, Piece, Pieces
-from tierloop.runtime.near_rows import NearRows, num_segments
 from tierloop.runtime.near_writer import NearWriter, centroid_dtype
 from tierloop.runtime.paged_blocks import PagedBlocks
 from tierloop.runtime.policy import (
@@ -65,12 +63,8 @@ from tierloop.runtime.policy import (
 from tierloop.runtime.stages import Float32
 from tierloop.runtime.threshold_loop import ThresholdLoop
 
-LEAD = 8
-"""A migration begins when a request has this part of the threshold left to grow: an eighth."""
 TAIL_SEGMENTS = 2
 """Segments of rows that wait on the GPU to be written, at most; then chunks of the prompt wait."""
-WORKING_SHARE = 64
-"""The part of a near memory that no request gets: queries and states of a step lie there."""
 
 
 class Nelssa(Policy):
@@ -120,7 +114,6 @@ class Nelssa(Policy):
         number("nelssa: threshold_scale", threshold_scale, 0.01, 100)
         number("nelssa: watermark", watermark, 0, 0.5)
         number("nelssa: index_share", index_share, 0, 0.9)
-        self._index_share = index_share
         if not isinstance(adaptive, bool):
             raise ConfigurationError(f"nelssa: adaptive is {adaptive!r}; it must be true or false")
         if partition not in PARTITIONS:
@@ -139,24 +132,20 @@ class Nelssa(Policy):
             int(cluster_tokens),
         )
         self._budget = 1.0 if "sparsity" in off else budget
-        self._partition = partition
-        self._devices = [] if "near" in off else self._near_devices(near)
+        devices = [] if "near" in off else near_devices(engine, self.name, near)
         if "partition" in off:
-            self._devices = self._devices[:1]
-        if self._devices:
-            check_clusters(engine)
-            divide(partition, len(self._devices), self.shape.num_kv_heads, 1, [0])
-        self._migrate = "migration" not in off
+            devices = devices[:1]
+        self._memories = NearMemories(engine, devices, partition, self._pieces)
         self._overlap = "overlap" not in off
-        self._migrate_tokens = int(migrate_tokens)
-        self._watermark = watermark
         self.blocks = PagedBlocks(engine)
-        self.blocks.reserved = self._index_nbytes
+        self.blocks.reserved = lambda: self._memories.index_nbytes(index_share)
         self._attention = InPlaceAttention(engine)
         self._attention.check([engine.dense.memory])
         self._near = NearAttention(engine, self._budget, self._pieces.segment_tokens)
         longest = max(self._pieces.segment_tokens, self._pieces.update_tokens)
         self._writer = NearWriter(engine, longest, int(cluster_tokens), int(iterations))
+        migrates = "migration" not in off
+        self._moves = NearMoves(self._memories, self.blocks, self._writer, int(migrate_tokens), watermark, migrates)
         self._given = float(threshold_tokens)
         self._threshold_scale = threshold_scale
         self._threshold = math.nan
@@ -165,43 +154,7 @@ class Nelssa(Policy):
         self._branches: list[tuple[Completion, Completion, int, bool]] = []
         """What began and ended the attention of a layer, of how many rows, or requests where it was near."""
         self._requests: list[Request] = []
-        self._credit = 0
-        self._counts = dict.fromkeys(("gpu", "near", "migrated", "forced", "stayed"), 0)
-
-    # -- devices ------------------------------------------------------------------------------------------------------
-
-    def _near_devices(self, names: Sequence[str]) -> list[NearDevice]:
-        """Who attends near which memory: those named, or all PNM memories."""
-        engine = self.engine
-        if isinstance(names, str) or not isinstance(names, Sequence):
-            raise ConfigurationError(f"nelssa: near is {names!r}; it must be a list of memories")
-        known = [m.name for m in engine.memories() if m.name != engine.dense.memory]
-        wanted = list(names) or [m.name for m in engine.memories("pnm")]
-        if not wanted:
-            raise ConfigurationError(
-                f"nelssa: platform {engine.platform.name} has no pnm memory; name others in `near` "
-                f"({', '.join(known) or 'there are none'}), or switch them off (without near)"
-            )
-        devices = []
-        for name in wanted:
-            if name not in known:
-                raise ConfigurationError(f"nelssa: near {name!r}: it must be one of {', '.join(known) or 'none'}")
-            lane = engine.runner("attend", name)
-            if lane is None:
-                raise ConfigurationError(f"nelssa: nobody attends over {self.shape.dtype} rows on {name}")
-            devices.append(NearDevice(name, lane))
-        if len(set(wanted)) < len(wanted):
-            raise ConfigurationError(f"nelssa: near names a memory twice: {', '.join(wanted)}")
-        return devices
-
-    def _index_nbytes(self) -> int:
-        """Bytes of the centroids of all rows that near memories hold, and at most `index_share` of the room."""
-        shape, engine = self.shape, self.engine
-        row = shape.row_nbytes(K) + shape.row_nbytes(V)
-        rows = sum(max(engine.room(device.memory), 0) for device in self._devices) // row
-        item = ITEMSIZE[centroid_dtype(shape.dtype)]
-        needed = rows // self._pieces.cluster_tokens * shape.head_dim * item
-        return min(needed + needed // 8, int(self._index_share * max(engine.room(engine.dense.memory), 0)))
+        self._counts = dict.fromkeys(("gpu", "near"), 0)
 
     # -- the threshold ------------------------------------------------------------------------------------------------
 
@@ -210,10 +163,11 @@ class Nelssa(Policy):
         tokens = self._given
         if not tokens:
             tokens = math.inf
-            if self._devices:
+            self._memories.look()
+            if self._memories.devices:
                 item = centroid_dtype(self.shape.dtype)
                 constants = estimate_constants(
-                    self.engine, self._devices, self._budget, self._pieces.cluster_tokens, item
+                    self.engine, self._memories.devices, self._budget, self._pieces.cluster_tokens, item
                 )
                 found = crossover(constants)
                 self._crossover = {"constants": constants.as_dict(), "tokens": found.tokens, "reason": found.reason}
@@ -234,12 +188,12 @@ class Nelssa(Policy):
         if math.isnan(self._threshold):
             self._find_threshold()
         tokens = len(request.tokens)
-        is_long = bool(self._devices) and self._threshold <= tokens
+        is_long = bool(self._memories.devices) and self._threshold <= tokens
         refusals: list[TierTooSmall] = []
         for near in (True, False) if is_long else (False, True):
             try:
                 if near:
-                    self._admit_near(request, tokens)
+                    await self._admit_near(request, tokens)
                 elif request.is_served:
                     self.blocks.admit(request, tokens)
                 else:
@@ -252,13 +206,11 @@ class Nelssa(Policy):
         self._counts["near" if near else "gpu"] += 1
         self._requests.append(request)
 
-    def _admit_near(self, request: Request, tokens: int) -> None:
-        if not self._devices:
-            raise TierTooSmall(f"{request.name} has no near memory to go to")
+    async def _admit_near(self, request: Request, tokens: int) -> None:
         pieces = self._pieces
         if pieces.room(tokens) == pieces.first and self._threshold > tokens:
             raise TierTooSmall(f"{request.name} is too short to be clustered")
-        near = self._open(request, attends=True)
+        near = self._memories.open(request, attends=True)
         try:
             if request.in_steps:
                 near.at_once = True
@@ -271,8 +223,7 @@ class Nelssa(Policy):
                 here = self._kept_tokens() + request.in_steps * TAIL_SEGMENTS * pieces.segment_tokens
                 self.blocks.admit(request, min(tokens, here, self.blocks.capacity_tokens))
         except BaseException:
-            near.centroids.close()
-            near.rows.close()
+            await self._memories.close(near)
             raise
         request.state["near"] = near
 
@@ -289,37 +240,11 @@ class Nelssa(Policy):
         try:
             self.blocks.admit(request, tokens)
         except TierTooSmall:
-            leaving = any(near is not None and not near.attends for near in map(_near, self._requests))
+            leaving = any(near is not None and not near.attends for near in map(near_of, self._requests))
             if leaving and self.blocks.could_hold(tokens):
                 raise
             return False
         return True
-
-    def _open(self, request: Request, attends: bool) -> NearRequest:
-        """Take what the request needs in near memories and for its centroids. Raises TierTooSmall."""
-        pieces, most = self._pieces, request.max_tokens
-        last = max(pieces.room(most), pieces.first + 1)
-        name, segments = request.name, num_segments(last, pieces.segment_tokens)
-        by_room = sorted(range(len(self._devices)), key=lambda d: -self.engine.room(self._devices[d].memory))
-        shares = divide(self._partition, len(self._devices), self.shape.num_kv_heads, segments, by_room)
-        rows = NearRows(self.engine, self._devices, shares, pieces.segment_tokens, pieces.first, last, name)
-        try:
-            taken = Counter(rows.nbytes())
-            for held in map(_near, self._requests):
-                taken.update({} if held is None else held.rows.nbytes())
-            full = [memory for memory in rows.nbytes() if self._is_full(memory, taken[memory])]
-            if full:
-                raise TierTooSmall(f"{', '.join(full)} is too small: {name} would leave no working space there")
-            width, dtype = pieces.most_clusters(most), centroid_dtype(self.shape.dtype)
-            centroids = Centroids(self.engine, width, pieces.first, f"centroids of {name}", dtype)
-        except BaseException:
-            rows.close()
-            raise
-        return NearRequest(name, request.prompt_tokens, pieces, centroids, rows, attends)
-
-    def _is_full(self, memory: str, taken: int) -> bool:
-        """Whether requests that have `taken` bytes of a near memory leave no working space there."""
-        return self.engine.room(memory) * (WORKING_SHARE - 1) < taken
 
     async def release(self, request: Request) -> None:
         if request in self._requests:
@@ -327,25 +252,17 @@ class Nelssa(Policy):
         near = request.state.get("near")
         try:
             if near is not None:
-                await self._close(near)
+                await self._memories.close(near)
         finally:
             own = self.blocks.release(request)
             await super().release(request)
             if own is not None:
                 self.engine.drop_pool(own)
 
-    async def _close(self, near: NearRequest) -> None:
-        near.closing = True
-        for piece in list(near.under_way):
-            for task in piece.tasks:
-                await task
-        near.centroids.close()
-        near.rows.close()
-
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
-        near, shape = _near(request), self.shape
+        near, shape = near_of(request), self.shape
         if near is None:
             self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
             await super().place(request, layer, keys, values)
@@ -357,7 +274,7 @@ class Nelssa(Policy):
             self.blocks.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
         await super().place(request, layer, keys, values)
         if layer == 0:
-            self._start_pieces(request, near)
+            self._moves.start_pieces(request, near)
         if not self.engine.phantom:
             scales = None if request.blocks.scales is None else request.blocks.scales.values[layer]
             stored = [keys_to_bytes(keys, shape.dtype, scales), values_to_bytes(values, shape.dtype)]
@@ -383,173 +300,41 @@ class Nelssa(Policy):
         self.blocks.grow(request, num_tokens)
 
     def is_ready(self, request: Request) -> bool:
-        near = _near(request)
+        near = near_of(request)
         if near is None or not near.attends or request.table is None:
             return True
         waiting = int(request.table.length[0]) - near.end
-        moving = bool(near.under_way) or self._due(request, near)
+        moving = bool(near.under_way) or self._moves.is_due(request, near)
         most = min(TAIL_SEGMENTS * near.pieces.segment_tokens, self.blocks.capacity_tokens // 2)
         return waiting <= most or not moving
 
     async def something_moved(self) -> None:
         await self.step_begins([])
-        if any(near is not None and near.attends and near.under_way for near in map(_near, self._requests)):
+        if any(near is not None and near.attends and near.under_way for near in map(near_of, self._requests)):
             await self._writer.written
             await self.step_begins([])
 
     async def prompt_is_stored(self, request: Request) -> None:
-        near = _near(request)
+        near = near_of(request)
         if near is None or not (near.attends or near.at_once):
             return
-        self._start_pieces(request, near)
-        for piece in list(near.under_way):
-            self._writer.begin(near, request.blocks, piece, len(piece.waiting))
-            for task in piece.tasks:
-                await task
-        if near.error is not None:
-            raise near.error
+        await self._moves.write_all(request, near)
         near.at_once = False
         self.blocks.promise(request, self._kept_tokens())
 
     def layout(self, request: Request, layer: int, side: int, head: int, blocks: Int64) -> list[tuple[Pool, Int64]]:
         return []  # they have their places since `grow`
 
-    # -- between steps ------------------------------------------------------------------------------------------------
-
     async def step_begins(self, requests: Sequence[Request]) -> None:
-        for request in self._requests:
-            near = _near(request)
-            if near is None:
-                continue
-            if near.error is not None:
-                await self._give_up(request, near)
-                continue
-            self._publish(request, near)
-            moving = near.attends or near.at_once or near.under_way or self._due(request, near)
-            if not moving:
-                self._hand_over(request, near)
         self._learn()
-        if self._migrate and self._devices:
-            self._begin_migrations()
-        migrating = []
-        for request in self._requests:
-            near = _near(request)
-            if near is not None and near.error is None:
-                self._start_pieces(request, near)
-                if near.attends or near.at_once:
-                    for piece in near.under_way:
-                        self._writer.begin(near, request.blocks, piece, len(piece.waiting))
-                else:
-                    migrating += [(request, near, piece) for piece in near.under_way if piece.waiting]
-        self._spend(migrating)
-
-    def _spend(self, migrating: list[tuple[Request, NearRequest, Piece]]) -> None:
-        """Let as many layers of migrating pieces be written as `migrate_tokens` of all layers in this step allow."""
-        if not migrating:
-            self._credit = 0
-            return
-        self._credit += self._migrate_tokens * self.shape.num_layers
-        for request, near, piece in migrating:
-            while piece.waiting and self._credit >= piece.high - piece.low:
-                self._credit -= piece.high - piece.low
-                self._writer.begin(near, request.blocks, piece, 1)
-            if piece.waiting:
-                return
-
-    def _due(self, request: Request, near: NearRequest) -> bool:
-        """Whether rows of the request could be clustered that are not."""
-        stored = int(request.blocks.length[0])
-        return near.pieces.next(near.started, stored, near.prompt_tokens) is not None
-
-    def _start_pieces(self, request: Request, near: NearRequest) -> None:
-        stored = int(request.blocks.length[0])
-        while (high := near.pieces.next(near.started, stored, near.prompt_tokens)) is not None:
-            self._writer.start(near, near.started, high)
-
-    def _publish(self, request: Request, near: NearRequest) -> None:
-        """Pieces that were written in all layers are read from now on, and their blocks on the GPU given back."""
-        for piece in list(near.under_way):
-            if len(piece.labels) < self.shape.num_layers:
-                return
-            near.publish(piece)
-            if near.attends:
-                self._give_blocks(request, piece.low, piece.high)
-
-    def _give_blocks(self, request: Request, low: int, high: int) -> None:
-        self.blocks.give(request, low // self.shape.block_tokens, high // self.shape.block_tokens)
-
-    async def _give_up(self, request: Request, near: NearRequest) -> None:
-        """What was being written failed: a request that is there fails, one that was to move stays."""
-        error = near.error
-        assert error is not None, "it failed"
-        self._lost(error)
-        if near.attends:
-            request.fail(error)
-            return
-        del request.state["near"]
-        await self._close(near)
-
-    def _lost(self, error: DeviceError) -> None:
-        """A device is gone: requests that come from now on are divided over the others."""
-        cause = error.__cause__ if isinstance(error.__cause__, DeviceError) else error
-        if isinstance(cause, Gone):
-            self._devices = [device for device in self._devices if self._is_there(device)]
-
-    def _is_there(self, device: NearDevice) -> bool:
-        """Whether a memory still answers: whoever failed may have been copying from it."""
-        try:
-            self.engine.drop(self.engine.scratch(device.memory, 1))
-        except Gone:
-            return False
-        except OutOfMemory:
-            return True
-        return True
-
-    # -- migration ----------------------------------------------------------------------------------------------------
-
-    def _begin_migrations(self) -> None:
-        """Have requests copied that approach the threshold, and the longest ones where the GPU gets full."""
-        blocks = self.blocks
-        here = [r for r in self._requests if _near(r) is None and r.table is not None]
-        for request in here:
-            if int(request.blocks.length[0]) * (1 + 1 / LEAD) >= self._threshold:
-                self._begin(request, forced=False)
-        low = blocks.is_shared and blocks.free < self._watermark * blocks.pool.num_slots
-        if low and not any(n is not None and not n.attends for n in map(_near, self._requests)):
-            here = [r for r in here if _near(r) is None]
-            for request in sorted(here, key=lambda r: -int(r.blocks.length[0])):
-                if self._pieces.next(self._pieces.first, int(request.blocks.length[0]), request.prompt_tokens):
-                    self._begin(request, forced=True)
-                    break
-
-    def _begin(self, request: Request, forced: bool) -> None:
-        stored = int(request.blocks.length[0])
-        if self._pieces.next(self._pieces.first, stored, request.prompt_tokens) is None:
-            return
-        try:
-            near = self._open(request, attends=False)
-        except TierTooSmall:
-            self._counts["stayed"] += 1
-            return
-        near.forced, near.is_migration = forced, True
-        request.state["near"] = near
-        self._counts["forced"] += forced
-
-    def _hand_over(self, request: Request, near: NearRequest) -> None:
-        """The request has been copied as far as it goes: from the next step on it is attended there."""
-        if near.is_migration and not near.forced and int(request.blocks.length[0]) < self._threshold:
-            return
-        near.attends = True
-        request.migrations += near.is_migration
-        self._counts["migrated"] += near.is_migration
-        self._give_blocks(request, near.pieces.first, near.end)
+        await self._moves.step_begins(self._requests, self._threshold)
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
     async def attend(self, layer: int, batch: Batch) -> list[Completion]:
         self.open_blocks(layer, batch)
         appended = self.append(layer, batch)
-        nears = [_near(r) for r in batch.requests]
+        nears = [near_of(r) for r in batch.requests]
         there = [i for i, n in enumerate(nears) if n is not None and n.attends]
         here = [i for i in range(len(nears)) if i not in there]
         mine = batch
@@ -573,41 +358,36 @@ class Nelssa(Policy):
                 batch.attended_rows[i] = mine.attended_rows[number]
                 failure = batch.requests[i].failure
                 if failure is not None:
-                    self._lost(failure)
+                    self._memories.lost(failure)
         return done
 
     async def _begin_search(self, near: Coroutine[Any, Any, list[Completion]]) -> Task[list[Completion]]:
         """Let the near branch give the GPU its search before the dense branch does: devices work beside that one."""
         task = self.engine.loop.spawn(near)
-        await self.engine.loop.spawn(_nothing())
+        await yield_to_others(self.engine.loop)
         return task
 
     def could_hold(self, num_tokens: int) -> bool:
-        shape, near = self.shape, [device.memory for device in self._devices]
-        row = shape.num_layers * (shape.row_nbytes(K) + shape.row_nbytes(V))
-        # What a device has does not change with who is there: its room and what requests have taken of it.
-        held = sum(n.rows.nbytes().get(m, 0) for n in map(_near, self._requests) if n is not None for m in near)
-        room = sum(max(self.engine.room(memory), 0) for memory in near) + held
-        rows = (room - room // WORKING_SHARE) // (row * shape.num_kv_heads)
-        return num_tokens <= max(self.blocks.capacity_tokens, rows + self._pieces.first + self._pieces.local_tokens)
+        near = self._memories.could_hold() + self._pieces.first + self._pieces.local_tokens
+        return num_tokens <= max(self.blocks.capacity_tokens, near)
 
     def frees(self, request: Request) -> bool:
-        near = _near(request)
+        near = near_of(request)
         return near is None or not near.attends
 
     def free_nbytes(self) -> dict[str, int]:
-        room = {device.memory: max(self.engine.room(device.memory), 0) for device in self._devices}
-        return {self.blocks.memory: self.blocks.free * self.blocks.pool.slot_nbytes} | room
+        here = {self.blocks.memory: self.blocks.free * self.blocks.pool.slot_nbytes}
+        return here | self._memories.free_nbytes()
 
     def placement(self, request: Request) -> dict[str, int]:
         held = super().placement(request)
-        near = _near(request)
+        near = near_of(request)
         for memory, nbytes in ({} if near is None else near.rows.nbytes()).items():
             held[memory] = held.get(memory, 0) + nbytes
         return held
 
     async def swap_out(self, request: Request) -> None:
-        if _near(request) is not None:
+        if near_of(request) is not None:
             raise TierTooSmall(f"{request.name} is on its way to near memories, and is not swapped")
         await self.blocks.swap_out(request)
 
@@ -619,15 +399,11 @@ class Nelssa(Policy):
             "threshold_tokens": self._threshold if math.isfinite(self._threshold) else None,
             "crossover": self._crossover,
             "selected_rows": self._near.selected,
-            "requests": dict(self._counts),
-            "devices": [device.memory for device in self._devices],
+            "requests": {
+                **self._counts,
+                "migrated": self._moves.migrated,
+                "forced": self._moves.forced,
+                "stayed": len(self._moves.stayed),
+            },
+            "devices": [device.memory for device in self._memories.devices],
         }
-
-
-def _near(request: Request) -> NearRequest | None:
-    near: NearRequest | None = request.state.get("near")
-    return near
-
-
-async def _nothing() -> None:
-    """A task that is over when those before it have had their turn."""

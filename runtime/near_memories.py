@@ -1,8 +1,8 @@
 """Near memories of a policy: which there are, what requests have of them, and which have been lost.
 
 A request is `opened` before anything of it lies there: its rows are divided over the devices, and space for its whole
-life is taken, there and for its centroids where the modules run. A small part of every memory is left to what a step
-needs, its queries and states.
+life is taken, there and for its centroids where the modules run. What a step needs there, queries and states of all
+requests, has to fit beside it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from tierloop.runtime.near_rows import NearRows, num_segments
 from tierloop.runtime.near_writer import centroid_dtype
 from tierloop.runtime.policy import Request
 
-WORKING_SHARE = 64
-"""The part of a near memory that no request gets: queries and states of a step lie there."""
+WORKING_SLOTS = 4
+"""Times what a step needs that is left free: two layers are under way, and room for either grows by doubling."""
 
 
 def near_devices(engine: Engine, policy: str, names: Sequence[str]) -> list[NearDevice]:
     """Who attends near which memory: those named, or all PNM memories. Raises ConfigurationError."""
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ConfigurationError(f"{policy}: near is {names!r}; it must be a list of memories")
+        raise ConfigurationError(
+            f"{policy}: near is {names!r}; it must be a list of memories, for example ['emu:pnm0']"
+        )
     known = [m.name for m in engine.memories() if m.name != engine.dense.memory]
     wanted = list(names) or [m.name for m in engine.memories("pnm")]
     if not wanted:
@@ -83,8 +85,10 @@ class NearMemories:
         shares = divide(self._partition, len(self.devices), engine.shape.num_kv_heads, segments, by_room)
         rows = NearRows(engine, self.devices, shares, pieces.segment_tokens, pieces.first, last, name)
         try:
-            taken = self._taken() + Counter(rows.nbytes())
-            full = [memory for memory in rows.nbytes() if engine.room(memory) * (WORKING_SHARE - 1) < taken[memory]]
+            needed = Counter(self._working_nbytes(rows, last))
+            for other in self._open:
+                needed.update(self._working_nbytes(other.rows, other.pieces.room(other.max_tokens)))
+            full = [memory for memory in rows.nbytes() if engine.room(memory) < WORKING_SLOTS * needed[memory]]
             if full:
                 raise TierTooSmall(f"{', '.join(full)} is too small: {name} would leave no working space there")
             width, dtype = pieces.most_clusters(most), centroid_dtype(engine.shape.dtype)
@@ -92,7 +96,7 @@ class NearMemories:
         except BaseException:
             rows.close()
             raise
-        near = NearRequest(name, request.prompt_tokens, pieces, centroids, rows, attends)
+        near = NearRequest(name, request.prompt_tokens, most, pieces, centroids, rows, attends)
         self._open.append(near)
         return near
 
@@ -123,7 +127,7 @@ class NearMemories:
         shape, taken = self.engine.shape, self._taken()
         row = shape.num_layers * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
         room = sum(nbytes + taken[memory] for memory, nbytes in self.free_nbytes().items())
-        return (room - room // WORKING_SHARE) // row
+        return room // row
 
     def lost(self, error: DeviceError) -> None:
         """A command failed: devices that are gone are left out from now on."""
@@ -144,6 +148,19 @@ class NearMemories:
         except OutOfMemory:
             return True
         return True
+
+    def _working_nbytes(self, rows: NearRows, last: int) -> dict[str, int]:
+        """Bytes by memory of a request's queries and states in a step of one token, with rows up to `last`."""
+        shape = self.engine.shape
+        needed: dict[str, int] = {}
+        for near in rows.shares:
+            nodes = 2 * (last // shape.split_tokens).bit_length() + 2
+            if self._partition == "token":
+                nodes += len(near.share.segments)
+            row = 4 * (shape.head_dim + nodes * (2 + shape.head_dim_v))
+            memory = near.near.lane.memory
+            needed[memory] = needed.get(memory, 0) + len(near.share.heads) * shape.group * row
+        return needed
 
     def _taken(self) -> Counter[str]:
         """Bytes by memory that requests have."""

@@ -107,6 +107,7 @@ class NearRequest:
 
     name: str
     prompt_tokens: int
+    max_tokens: int
     pieces: Pieces
     centroids: Centroids
     rows: NearRows

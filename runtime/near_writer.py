@@ -159,8 +159,19 @@ class NearWriter:
         done = label_by_head(engine, labels, heads, count, done)
         grouping = Grouping(f"clusters {near.name}", layer, near.name, piece.high, heads, rows, count)
         found = await engine.group(labels, grouping, [done])
-        for completion in [kept, *self._scatter(near, piece, layer, found, place.rows, source, after)]:
-            await completion
+        begun = [kept]
+        error: DeviceError | None = None
+        try:
+            self._scatter(near, piece, layer, found, place.rows, source, after, begun)
+        except DeviceError as refused:
+            error = refused
+        for completion in begun:  # all of them: whoever hears of the error gives back what they read and write
+            try:
+                await completion
+            except DeviceError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
         piece.labels[layer] = found
 
     def _scatter(
@@ -172,8 +183,12 @@ class NearWriter:
         space: Region,
         source: _Source,
         after: list[Completion],
-    ) -> list[Completion]:
-        """Gather a layer's rows of a piece in the order of their clusters, and copy them to who has them."""
+        begun: list[Completion],
+    ) -> None:
+        """Gather a layer's rows of a piece in the order of their clusters, and copy them to who has them.
+
+        What is submitted joins `begun`.
+        """
         engine, shape = self.engine, self.engine.shape
         rows, heads = piece.high - piece.low, shape.num_kv_heads
         order = (_orders(labels) + np.arange(heads, dtype=np.int64)[:, None] * rows).reshape(-1)
@@ -184,7 +199,7 @@ class NearWriter:
         sizes = [rows * shape.row_nbytes(side) for side in (K, V)]
         gathered = space.at(0, heads * sum(sizes))
         done = engine.launch(engine.dense, Gather(), (sources,), ((gathered,),), after)
-        copies = []
+        begun.append(done)
         for share in near.rows.shares:
             targets = [near.rows.stretch(share, layer, side, piece.low, piece.high) for side in (K, V)]
             spans, joined = [], []
@@ -195,8 +210,7 @@ class NearWriter:
                     joined.append(target.spans.array)
             if joined:
                 there = Segment(share.region, Spans(np.concatenate(joined)))
-                copies.append(engine.copy(Segment(space, Spans(np.concatenate(spans))), there, [done]))
-        return copies
+                begun.append(engine.copy(Segment(space, Spans(np.concatenate(spans))), there, [done]))
 
     async def _take(self) -> _Place:
         if self._free is None:

@@ -72,7 +72,7 @@ class ServingRules:
             raise ConfigurationError(f"preemption is {self.preemption!r}; it must be one of {', '.join(PREEMPTIONS)}")
 
 
-Stage = Literal["elsewhere", "waiting", "prompt", "storing", "decoding", "between turns", "swapped"]
+Stage = Literal["elsewhere", "waiting", "prompt", "storing", "decoding", "between turns", "swapped", "ending"]
 
 
 @dataclass(eq=False)
@@ -205,6 +205,7 @@ class Server:
     async def _end(self, served: _Served) -> None:
         self._tell_migrations(served)
         self.log.ended(served.name, self.engine.loop.clock.now())
+        served.stage = "ending"  # giving back may take time
         await self.policy.release(served.request)
         self._live.remove(served)
 
@@ -213,7 +214,9 @@ class Server:
         self.log.failed(served.name, str(error), self.engine.loop.clock.now())
         if served in self._waiting:
             self._waiting.remove(served)
-        if served.stage != "waiting":
+        held = served.stage != "waiting"
+        served.stage = "ending"
+        if held:
             await self.policy.release(served.request)
         self._live.remove(served)
 
@@ -284,7 +287,7 @@ class Server:
                     await self._preempt(max(idle, key=lambda x: x.order))
                     continue
                 if not running:
-                    if not any(x.stage == "storing" for x in others):
+                    if not any(x.stage in ("storing", "ending") for x in others):
                         await self._fail(served, error)
                     return False
                 freeing = [x for x in running if self.policy.frees(x.request)]
@@ -414,6 +417,7 @@ class Server:
         try:
             await self.policy.prompt_is_stored(served.request)
         except DeviceError as error:
+            served.request.tokens.pop()  # it was not said, and is not part of the prompt that is computed again
             served.request.fail(error)
             await self._lost(served)
         else:

@@ -296,6 +296,16 @@ def test_a_device_that_is_lost_while_nobody_uses_it_is_left_out(lost_ns: int) ->
     assert policy.report()["requests"]["near"] + result.migrations == 2
 
 
+@pytest.mark.parametrize("lost_ns", range(100_000, 1_300_000, 300_000))
+def test_a_device_that_is_lost_while_rows_are_written_to_it_changes_no_token(lost_ns: int) -> None:
+    arrivals = arriving(79, 145, 256, output=6, every_ns=1)
+    lost = [(lost_ns, lambda platform: platform.memory_owner("emu:pnm1").close())]
+    result, policy = serve(arrivals, lost, rules=ServingRules(2, 256), threshold_tokens=30)
+    assert right_tokens(arrivals, result)
+    assert [len(request.tokens) for request in result.requests] == [6, 6, 6]
+    assert policy.report()["devices"] == ["emu:pnm0", "emu:pnm2", "emu:pnm3"]
+
+
 @pytest.mark.parametrize("scale", [0.1, 0.7, 1.3, 10.0])
 def test_a_mis_set_threshold_serves_the_same_tokens(scale: float) -> None:
     arrivals = arriving(60, 120, 250, 380)

@@ -33,7 +33,7 @@ from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 from tierloop.devices.completion import Completion
-from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.errors import ConfigurationError, OutOfMemory
 from tierloop.runtime.batch_parts import part_of
 from tierloop.runtime.blocks import Pool, TierTooSmall
 from tierloop.runtime.crossover import crossover
@@ -165,14 +165,22 @@ class Nelssa(Policy):
             tokens = math.inf
             self._memories.look()
             if self._memories.devices:
-                item = centroid_dtype(self.shape.dtype)
-                constants = estimate_constants(
-                    self.engine, self._memories.devices, self._budget, self._pieces.cluster_tokens, item
-                )
-                found = crossover(constants)
-                self._crossover = {"constants": constants.as_dict(), "tokens": found.tokens, "reason": found.reason}
-                tokens = math.inf if found.tokens is None else found.tokens
+                tokens = self._crossover_tokens()
         self._threshold = tokens * self._threshold_scale
+
+    def _crossover_tokens(self) -> float:
+        """What Eq. 3 says; where there is no room even to ask, there is none to use."""
+        item = centroid_dtype(self.shape.dtype)
+        try:
+            constants = estimate_constants(
+                self.engine, self._memories.devices, self._budget, self._pieces.cluster_tokens, item
+            )
+        except OutOfMemory as error:
+            self._crossover = {"tokens": None, "reason": str(error)}
+            return math.inf
+        found = crossover(constants)
+        self._crossover = {"constants": constants.as_dict(), "tokens": found.tokens, "reason": found.reason}
+        return math.inf if found.tokens is None else found.tokens
 
     def _learn(self) -> None:
         """Tell the closed loop what the branches of the last step took."""

@@ -206,11 +206,18 @@ def test_the_largest_request_is_admitted_and_the_next_is_not(small: Study) -> No
     assert largest <= 426_784
 
 
-def test_full_near_memories_keep_working_space(small: Study) -> None:
-    full = runs.near(small, 1_048_000, 1, capacity=SMALL.prototype_nbytes, layers=0)
-    assert "leaves no working space" in str(full.result.refused)
-    fits = runs.near(small, 1_024_000, 1, capacity=SMALL.prototype_nbytes, layers=0)
-    assert fits.result.refused is None
+def test_near_memories_are_filled_up_to_the_working_space_of_a_step(small: Study) -> None:
+    """The largest request is decoded, and the next one is refused: none runs out of memory in the middle."""
+
+    def run(tokens: int) -> PhantomRun:
+        room = {**runs.gpu_room(0), **runs.pnm_room(4, SMALL.prototype_nbytes, 0)}
+        options = {"threshold_tokens": 1, "near": runs.memories(4)}
+        return PhantomRun(SMALL.model, SMALL.platform, runs.NELSSA, tokens, options, room)
+
+    largest = counts._largest(small, SMALL.measured_tokens, run)
+    assert small.run(run(largest)).result.refused is None
+    assert "too small" in str(small.run(run(largest + counts.STEP)).result.refused)
+    assert largest == pytest.approx(SMALL.measured_tokens, rel=0.02)
 
 
 def test_without_long_requests_nelssa_is_one_gpu(small: Study) -> None:

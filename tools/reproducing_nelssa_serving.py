@@ -113,11 +113,12 @@ def short_requests(study: Study) -> Check:
         "one GPU prefills where it decodes, NELSSA elsewhere": unlike,
     }
     reason = (
-        "what short requests suffer from on one GPU is the prefill of long prompts, not their decoding: with prompts "
-        "prefilled elsewhere a step of one GPU reads at most what its memory holds, about 16 ms of KV. NELSSA's step "
-        "has more long requests in it, and waits for them. With prompts prefilled where they are decoded NELSSA is "
-        f"slower ({in_place['p95']:.2f} at P95): chunks attend over rows that are streamed back. Only the unlike pair "
-        f"has the paper's numbers; {_why(study)}"
+        "with prompts prefilled elsewhere a step of one GPU reads at most what its memory holds, about 15 ms of KV, "
+        "and short requests wait for admission instead; NELSSA has more long requests in a step, and short ones wait "
+        "for all of them. What makes short requests wait for tokens on one GPU is the prefill of long prompts: against "
+        f"prefill workers the ratio at P95 is {unlike['p95']:.2f}, where both prefill where they decode "
+        f"{in_place['p95']:.2f}; "
+        f"{_why(study)}"
     )
     return Check("N4", "short requests beside long ones", claims, "extrapolated", study.seed, reason, details)
 

@@ -302,16 +302,19 @@ class Server:
     async def _preempt(self, served: _Served) -> None:
         """Take a request's space away. What it has said stays, and it comes back before those that wait."""
         self._preempted = True
-        between_turns = served.stage == "between turns"
+        before = served.stage
         if self.rules.preemption == "swap":
+            served.stage = "swapped"  # its next turn may be asked while it is moved
             try:
                 await self._in_full(self.policy.swap_out(served.request))
-            except (TierTooSmall, Unsupported):
-                pass  # the host's memory is full as well, or the policy cannot: recompute
+            except (TierTooSmall, Unsupported):  # the host's memory is full as well, or the policy cannot: recompute
+                served.stage = before
+                if served in self._waiting:
+                    self._waiting.remove(served)
+                    served.stage = "prompt"
             else:
                 self.log.preempted(served.name, 0)
-                served.stage = "swapped"
-                if not between_turns:
+                if before != "between turns":
                     self._waiting.appendleft(served)
                 return
         self.log.preempted(served.name, served.stored)

@@ -651,3 +651,19 @@ def test_a_dilated_machine_serves_the_same_tokens_in_times_that_are_scaled_back(
     assert_everybody_is_served(result, arrivals)
     assert result.dilation == 400
     assert [each.arrived_ns for each in result.requests] == [each.at_ns for each in arrivals]
+
+
+def test_a_turn_that_is_asked_while_its_conversation_is_swapped_out_is_answered() -> None:
+    prompts = [tuple(tiny_workload(length, seed=length).token_ids) for length in (60, 61, 62)]
+    arrivals = [
+        Arrival("r0", 0, (Turn(60, 1), Turn(5, 3)), prompts[0]),
+        Arrival("r1", 1, (Turn(61, 4),), prompts[1]),
+        Arrival("r2", 2, (Turn(62, 4),), prompts[2]),
+    ]
+    for blocks in (9, 10, 12):
+        with open_platform(SMALL) as platform:
+            block = 3 * 2 * 2 * 16 * 16 * 4
+            how = Serving(ServingRules(2, 64, "swap"), "float32", 16, 16, blocks * block / 50_331_648)
+            result = serve_model(MODEL, platform, PolicyRequest("paged"), arrivals, how)
+            assert not result.failures
+            assert [len(turn.token_ns) for turn in result.requests[0].turns] == [1, 3]

@@ -58,6 +58,7 @@ class Choice:
 
 _DTYPE = Choice(DTYPE_NUMBERS)
 _CODES = Choice(("int8", "fp8_e4m3"))
+_FLOATS = Choice(("float32", "float16", "bfloat16"))
 _REDUCE = Choice(("max", "sum"))
 _AXIS = Choice(("row", "channel"))
 _FLAG = Choice(("false", "true"))
@@ -81,7 +82,11 @@ _FORMS: dict[int, tuple[type[KernelArgs], dict[str, Any]]] = {
         | {"runs": _RUNS, "roots": _ROOTS},
     ),
     3: (Merge, {**_HEADS, "q_len": int, "head_dim_v": int, "has_sinks": _FLAG, "roots": _ROOTS}),
-    4: (Score, {**_HEADS, "head_dim": int, "summary": Choice(("mean", "minmax")), "reduce": _REDUCE, "runs": _RUNS}),
+    4: (
+        Score,
+        {"dtype": _FLOATS, **_HEADS, "head_dim": int, "summary": Choice(("mean", "minmax"))}
+        | {"reduce": Choice((*_REDUCE.words, "softmax")), "scale": float, "runs": _RUNS},
+    ),
     5: (Topk, {"k": int, "group": int, "reduce": _REDUCE, "lengths": _LIST}),
     6: (Gather, {}),
     7: (Append, {"dtype": _DTYPE}),

@@ -7,6 +7,7 @@ waits for a place. Everything is ordered by completions, beside the steps that a
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.loop import Alarm
 from tierloop.runtime.near_request import NearRequest, Piece
+from tierloop.runtime.scratch import Scratch
 
 Int64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -35,17 +37,6 @@ PLACES = 2
 def centroid_dtype(dtype: DType) -> DType:
     """The type that centroids of such keys are kept in."""
     return "float16" if dtype in CODE_RANGE else dtype
-
-
-@dataclass
-class _Place:
-    """Working space for one layer of a piece: labels, centroids in float32, gathered rows."""
-
-    labels: Region
-    centroids: Region
-    rows: Region
-    raw: Region | None = None
-    """Rows that came from the host, as they came."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,16 +51,20 @@ class _Source:
 
 @dataclass
 class NearWriter:
-    """Writes pieces; `most_rows` is the longest, `iterations` those of k-means."""
+    """Writes pieces of clusters of about `cluster_tokens` rows; `iterations` are those of k-means."""
 
     engine: Engine
-    most_rows: int
     cluster_tokens: int
     iterations: int
     written: Alarm = field(default_factory=Alarm)
     """Rung whenever a layer of a piece is over, and made anew."""
-    _free: list[_Place] | None = None
+    _free: list[int] = field(default_factory=lambda: list(range(PLACES)))
+    """Numbers of places that nobody has, a heap: the lowest is taken, and only what is taken has working space."""
     _queue: deque[Alarm] = field(default_factory=deque)
+    _scratch: Scratch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scratch = Scratch(self.engine)
 
     def start(self, near: NearRequest, low: int, high: int) -> Piece:
         """A piece of which nothing is written yet; `begin` has its layers written."""
@@ -90,19 +85,17 @@ class NearWriter:
         engine, shape = self.engine, self.engine.shape
         place = await self._take()
         try:
-            if place.raw is None:
-                place.raw = engine.scratch(engine.dense.memory, place.rows.nbytes)
-            rows = keys.shape[1]
-            start = keys.size
+            rows, start = keys.shape[1], keys.size
+            raw = self._space("rows from the host", place, start + values.size)
             arrived = [
-                engine.write(place.raw.at(0, keys.size), np.ascontiguousarray(keys).reshape(-1)),
-                engine.write(place.raw.at(start, values.size), np.ascontiguousarray(values).reshape(-1)),
+                engine.write(raw.at(0, keys.size), np.ascontiguousarray(keys).reshape(-1)),
+                engine.write(raw.at(start, values.size), np.ascontiguousarray(values).reshape(-1)),
             ]
             held = np.arange(shape.num_kv_heads * rows, dtype=np.int64)
             offsets = held * shape.row_nbytes(K), start + held * shape.row_nbytes(V)
             runs = np.array([(0, h, piece.low) for h in range(shape.num_kv_heads)], dtype=np.int64)
-            by_head = Segment(place.raw, Spans.equal(offsets[K][::rows], rows * shape.row_nbytes(K)))
-            source = _Source((place.raw, place.raw), offsets, runs, (by_head,))
+            by_head = Segment(raw, Spans.equal(offsets[K][::rows], rows * shape.row_nbytes(K)))
+            source = _Source((raw, raw), offsets, runs, (by_head,))
             await self._carry_out(near, piece, layer, place, source, arrived)
         finally:
             self._give(place)
@@ -140,15 +133,17 @@ class NearWriter:
         near: NearRequest,
         piece: Piece,
         layer: int,
-        place: _Place,
+        place: int,
         source: _Source,
         after: list[Completion],
     ) -> None:
         engine, shape = self.engine, self.engine.shape
         rows, heads, count = piece.high - piece.low, shape.num_kv_heads, piece.clusters
-        labels = place.labels.at(0, 8 * heads * rows)
+        space = self._space("rows", place, heads * rows * (shape.row_nbytes(K) + shape.row_nbytes(V)))
+        labels = self._space("labels", place, 8 * heads * rows).at(0, 8 * heads * rows)
         known = near.centroids.known(layer) + sum(p.clusters for p in near.under_way[: near.under_way.index(piece)])
-        fresh = place.centroids.at(0, heads * count * shape.head_dim * 4)
+        nbytes = heads * count * shape.head_dim * 4
+        fresh = self._space("centroids", place, nbytes).at(0, nbytes)
         store = near.centroids.segment(layer, known, count)
         args = Cluster(shape.dtype, 1, heads, shape.head_dim, source.runs, rows, self.cluster_tokens, self.iterations)
         into = store if near.centroids.dtype == "float32" else fresh
@@ -162,7 +157,7 @@ class NearWriter:
         begun = [kept]
         error: DeviceError | None = None
         try:
-            self._scatter(near, piece, layer, found, place.rows, source, after, begun)
+            self._scatter(near, piece, layer, found, space, source, after, begun)
         except DeviceError as refused:
             error = refused
         for completion in begun:  # all of them: whoever hears of the error gives back what they read and write
@@ -212,29 +207,21 @@ class NearWriter:
                 there = Segment(share.region, Spans(np.concatenate(joined)))
                 begun.append(engine.copy(Segment(space, Spans(np.concatenate(spans))), there, [done]))
 
-    async def _take(self) -> _Place:
-        if self._free is None:
-            self._free = [self._make() for _ in range(PLACES)]
+    def _space(self, use: str, place: int, nbytes: int) -> Region:
+        """Working space of a place. Raises OutOfMemory."""
+        return self._scratch.at(use, self.engine.dense.memory, place, nbytes).region
+
+    async def _take(self) -> int:
         while not self._free:
             turn = Alarm()
             self._queue.append(turn)
             await turn
-        return self._free.pop()
+        return heapq.heappop(self._free)
 
-    def _give(self, place: _Place) -> None:
-        assert self._free is not None, "it was taken"
-        self._free.append(place)
+    def _give(self, place: int) -> None:
+        heapq.heappush(self._free, place)
         if self._queue:
             self._queue.popleft().ring()
-
-    def _make(self) -> _Place:
-        shape, memory = self.engine.shape, self.engine.dense.memory
-        heads, clusters = shape.num_kv_heads, max(1, self.most_rows // self.cluster_tokens)
-        return _Place(
-            self.engine.scratch(memory, 8 * heads * self.most_rows),
-            self.engine.scratch(memory, 4 * heads * clusters * shape.head_dim),
-            self.engine.scratch(memory, heads * self.most_rows * (shape.row_nbytes(K) + shape.row_nbytes(V))),
-        )
 
 
 def _orders(labels: Int64) -> Int64:

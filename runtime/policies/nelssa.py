@@ -142,8 +142,7 @@ class Nelssa(Policy):
         self._attention = InPlaceAttention(engine)
         self._attention.check([engine.dense.memory])
         self._near = NearAttention(engine, self._budget, self._pieces.segment_tokens)
-        longest = max(self._pieces.segment_tokens, self._pieces.update_tokens)
-        self._writer = NearWriter(engine, longest, int(cluster_tokens), int(iterations))
+        self._writer = NearWriter(engine, int(cluster_tokens), int(iterations))
         migrates = "migration" not in off
         self._moves = NearMoves(self._memories, self.blocks, self._writer, int(migrate_tokens), watermark, migrates)
         self._given = float(threshold_tokens)

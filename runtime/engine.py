@@ -112,6 +112,12 @@ class Engine:
         """The memory that host buffers live in: the platform's `host`, else the first of kind cpu."""
         return self.platform.host or self.memory("cpu")
 
+    def info(self, memory: str) -> MemoryInfo:
+        """What a memory is."""
+        info = self.platform.memory_owner(memory).info.memory(memory)
+        assert info is not None, "memories are asked for by name"
+        return info
+
     def limit(self, memory: str, nbytes: int) -> None:
         """Let pools and claims on a memory take no more than so many bytes together; the rest is others'."""
         self._limits[memory] = nbytes
@@ -126,8 +132,7 @@ class Engine:
         Of what a limit leaves, half stays free for working space that grows.
         """
         pools = sum(pool.region.nbytes for pool in self._pools if pool.memory == memory)
-        info = self.platform.memory_owner(memory).info.memory(memory)
-        assert info is not None, "memories are asked for by name"
+        info = self.info(memory)
         room = info.capacity - pools - sum(r.nbytes for r in self._regions if r.memory == memory)
         if memory in self._limits:
             limit = self._limits[memory]

@@ -7,6 +7,7 @@ awaits it ends the run with its error.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
@@ -156,6 +157,36 @@ async def all_of(waiting: Iterable[Awaitable[Any]]) -> None:
     """Wait for all; raises the first error in the order given."""
     for each in waiting:
         await each
+
+
+class Places:
+    """Numbered places that tasks take and give back; who finds none waits, first come first served. The lowest goes."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._queue: deque[Alarm] = deque()
+
+    async def take(self) -> int:
+        """A place, as soon as there is one."""
+        while not self._free:
+            turn = Alarm()
+            self._queue.append(turn)
+            await turn
+        return heapq.heappop(self._free)
+
+    def give(self, place: int) -> None:
+        """The place is free again."""
+        heapq.heappush(self._free, place)
+        if self._queue:
+            self._queue.popleft().ring()
+
+
+async def let_pass(loop: Loop, ns: int) -> None:
+    """Wait for so long on the loop's clock."""
+    if ns:
+        alarm = Alarm()
+        loop.clock.call_at(loop.clock.now() + ns, alarm.ring)
+        await alarm
 
 
 async def yield_to_others(loop: Loop) -> None:

@@ -33,7 +33,7 @@ from tierloop.runtime.batch_parts import offset_of, part_of
 from tierloop.runtime.blocks import Rows, join
 from tierloop.runtime.decisions import Question
 from tierloop.runtime.engine import Engine, Lane
-from tierloop.runtime.near_request import NearRequest, roots_table
+from tierloop.runtime.near_request import NearRequest, roots_of
 from tierloop.runtime.near_rows import NearShare, Picked, pick, pick_all
 from tierloop.runtime.near_stream import NearStream
 from tierloop.runtime.policy import Batch
@@ -104,11 +104,10 @@ class NearAttention:
         for (i, part), place in zip(slices, places[1 + len(groups) :], strict=True):
             awaited.append(self._or_error(self._stream.attend, [i], layer, batch, i, nears[i], part, place))
         lost = await self._settle(batch, awaited)
-        merged = [roots if not lost else roots[~np.isin(roots[:, 0], list(lost))] for roots in tables]
         if lost:
-            merged, places = self._without(lost, tables, places, batch.q_len)
+            tables, places = self._without(lost, tables, places, batch.q_len)
         states = [place for place in places if place.spans.nbytes]
-        everything = np.concatenate(merged)
+        everything = np.concatenate(tables)
         # What near devices do has ended: what is merged with the modules' own states is there.
         return [engine.merge(states, everything, batch.positions, batch.output, done)] if len(everything) else done
 
@@ -188,13 +187,10 @@ class NearAttention:
     # -- here ---------------------------------------------------------------------------------------------------------
 
     def _roots_here(self, batch: Batch, nears: Sequence[NearRequest]) -> Int64:
-        heads = range(self._engine.shape.num_kv_heads)
-        return roots_table(
-            (i, head, *node)
-            for i, near in enumerate(nears)
-            for head in heads
-            for node in near.cut(int(batch.positions[i, -1]) + 1, self._engine.shape.split_tokens).here
-        )
+        shape = self._engine.shape
+        heads, lengths = np.arange(shape.num_kv_heads), (batch.positions[:, -1] + 1).tolist()
+        cuts = [near.cut(length, shape.split_tokens) for near, length in zip(nears, lengths, strict=True)]
+        return np.concatenate([roots_of(i, heads, cut.here) for i, cut in enumerate(cuts)])
 
     def _attend_here(
         self,
@@ -234,8 +230,7 @@ class NearAttention:
                 group = groups.setdefault(key, _Group(share.near.lane, share.near.memory, share.share.heads))
                 rows = near.rows.operands(share, layer, len(group.members), mine)
                 if len(rows.runs):
-                    roots = roots_table((i, head, *node) for head in share.share.heads.tolist() for node in nodes)
-                    group.members.append((i, share, rows, roots))
+                    group.members.append((i, share, rows, roots_of(i, share.share.heads, nodes)))
         return [group for group in groups.values() if group.members]
 
     def _attend_near(

@@ -12,14 +12,13 @@ read, and only then are the rows where the modules run given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.errors import DeviceError
-from tierloop.devices.states import Node, cover
+from tierloop.devices.states import cover
 from tierloop.runtime.blocks import KVShape
 from tierloop.runtime.centroids import Centroids
 from tierloop.runtime.loop import Task
@@ -95,10 +94,10 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The nodes of the merge tree that each side returns for every KV head it has: where the modules run, and near."""
+    """Nodes of the merge tree, int64 (n, 2), that each side returns for every KV head it has: here, and near."""
 
-    here: list[Node]
-    shares: list[list[Node]]
+    here: Int64
+    shares: list[Int64]
 
 
 @dataclass(eq=False)
@@ -159,10 +158,18 @@ class NearRequest:
         for near in self.rows.shares:
             mine = splits[np.isin(of_segment, near.share.segments)]
             others = here if len(mine) == len(splits) else np.setdiff1d(everything, mine, assume_unique=True)
-            shares.append(cover(mine.tolist(), others.tolist()) if len(mine) else [])
-        return Cut(cover(here.tolist(), splits.tolist()), shares)
+            shares.append(nodes_above(mine, others))
+        return Cut(nodes_above(here, splits), shares)
 
 
-def roots_table(rows: Iterable[tuple[int, ...]]) -> Int64:
-    """Roots as a table: int64 (r, 4) of (number in the batch, KV head, level, index)."""
-    return np.array(list(rows), dtype=np.int64).reshape(-1, 4)
+def roots_of(number: int, heads: Int64, nodes: Int64) -> Int64:
+    """All nodes, int64 (n, 2), for each KV head: int64 (r, 4) of (number in the batch, KV head, level, index)."""
+    roots = np.empty((len(heads) * len(nodes), 4), dtype=np.int64)
+    roots[:, 0], roots[:, 1] = number, np.repeat(heads, len(nodes))
+    roots[:, 2:] = np.tile(nodes, (len(heads), 1))
+    return roots
+
+
+def nodes_above(mine: Int64, others: Int64) -> Int64:
+    """The fewest nodes that hold all splits of `mine` and none of `others` (states.py): int64 (n, 2)."""
+    return np.array(cover(mine.tolist(), others.tolist()), dtype=np.int64).reshape(-1, 2)

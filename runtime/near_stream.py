@@ -15,11 +15,10 @@ from tierloop.devices.commands import Copy
 from tierloop.devices.completion import Completion
 from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
-from tierloop.devices.states import cover
 from tierloop.runtime.batch_parts import part_of
 from tierloop.runtime.blocks import K, Rows, V
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.near_request import NearRequest, roots_table
+from tierloop.runtime.near_request import NearRequest, nodes_above, roots_of
 from tierloop.runtime.near_rows import pick_all
 from tierloop.runtime.policy import Batch
 from tierloop.runtime.scratch import Scratch
@@ -46,7 +45,7 @@ class NearStream:
         self._engine = engine
         self._scratch = scratch
         shape = engine.shape
-        capacity = sum(m.capacity for m in engine.memories() if m.name == engine.dense.memory)
+        capacity = engine.info(engine.dense.memory).capacity
         row = shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
         segments = min(STREAMED, capacity // STREAM_SHARE // row) // segment_tokens
         self._streamed = (1 << max(segments.bit_length() - 1, 0)) * segment_tokens
@@ -70,10 +69,9 @@ class NearStream:
         for start in range(0, near.end, step):
             low, high = max(start, piece.first), min(start + step, near.end)
             splits = [row // shape.split_tokens for row in (low, high)]
-            others = [*range(splits[0]), *range(splits[1], last + 1)]
-            nodes = cover(list(range(*splits)), others)
-            roots = roots_table((i, h, *node) for h in range(shape.num_kv_heads) for node in nodes)
-            found.append(Slice(low, high, roots))
+            others = np.concatenate((np.arange(splits[0]), np.arange(splits[1], last + 1)))
+            nodes = nodes_above(np.arange(*splits), others)
+            found.append(Slice(low, high, roots_of(i, np.arange(shape.num_kv_heads), nodes)))
         return found
 
     def attend(

@@ -7,8 +7,6 @@ waits for a place. Everything is ordered by completions, beside the steps that a
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +22,7 @@ from tierloop.runtime.blocks import BlockTable, K, V
 from tierloop.runtime.clusters import keys_of, label_by_head
 from tierloop.runtime.decisions import Grouping
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.loop import Alarm
+from tierloop.runtime.loop import Alarm, Places
 from tierloop.runtime.near_request import NearRequest, Piece
 from tierloop.runtime.scratch import Scratch
 
@@ -58,9 +56,8 @@ class NearWriter:
     iterations: int
     written: Alarm = field(default_factory=Alarm)
     """Rung whenever a layer of a piece is over, and made anew."""
-    _free: list[int] = field(default_factory=lambda: list(range(PLACES)))
-    """Numbers of places that nobody has, a heap: the lowest is taken, and only what is taken has working space."""
-    _queue: deque[Alarm] = field(default_factory=deque)
+    _places: Places = field(default_factory=lambda: Places(PLACES))
+    """The lowest is taken first, and only what is taken has working space."""
     _scratch: Scratch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +80,7 @@ class NearWriter:
     async def write_rows(self, near: NearRequest, piece: Piece, layer: int, keys: Bytes, values: Bytes) -> None:
         """Write a layer of a piece from the host: uint8 (heads, rows, bytes of a row) each. Raises a DeviceError."""
         engine, shape = self.engine, self.engine.shape
-        place = await self._take()
+        place = await self._places.take()
         try:
             rows, start = keys.shape[1], keys.size
             raw = self._space("rows from the host", place, start + values.size)
@@ -98,10 +95,10 @@ class NearWriter:
             source = _Source((raw, raw), offsets, runs, (by_head,))
             await self._carry_out(near, piece, layer, place, source, arrived)
         finally:
-            self._give(place)
+            self._places.give(place)
 
     async def _write(self, near: NearRequest, table: BlockTable, piece: Piece, layer: int) -> None:
-        place = await self._take()
+        place = await self._places.take()
         try:
             if not near.closing and near.error is None:
                 source = self._in_blocks(table, piece, layer)
@@ -109,7 +106,7 @@ class NearWriter:
         except DeviceError as error:
             near.error = near.error or error
         finally:
-            self._give(place)
+            self._places.give(place)
             bell, self.written = self.written, Alarm()
             bell.ring()
 
@@ -210,18 +207,6 @@ class NearWriter:
     def _space(self, use: str, place: int, nbytes: int) -> Region:
         """Working space of a place. Raises OutOfMemory."""
         return self._scratch.at(use, self.engine.dense.memory, place, nbytes).region
-
-    async def _take(self) -> int:
-        while not self._free:
-            turn = Alarm()
-            self._queue.append(turn)
-            await turn
-        return heapq.heappop(self._free)
-
-    def _give(self, place: int) -> None:
-        heapq.heappush(self._free, place)
-        if self._queue:
-            self._queue.popleft().ring()
 
 
 def _orders(labels: Int64) -> Int64:

@@ -16,7 +16,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
-from tierloop.runtime.blocks import Int64, Pool, TierTooSmall
+from tierloop.runtime.blocks import OPEN, Int64, Pool, TierTooSmall
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.policy import Request
 
@@ -66,8 +66,7 @@ class PagedBlocks:
 
     def _make(self) -> Pool:
         engine, shape = self.engine, self.engine.shape
-        info = engine.platform.memory_owner(self.memory).info.memory(self.memory)
-        grid = info.alignment if info else 1
+        grid = engine.info(self.memory).alignment
         slot = -(-shape.block_nbytes // grid) * grid
         room = engine.room(self.memory) - self.reserved()
         if not engine.is_limited(self.memory):
@@ -102,6 +101,17 @@ class PagedBlocks:
     def own(self, request: Request, num_blocks: int) -> None:
         """Give a request that nobody serves a pool of its own. Raises TierTooSmall."""
         request.state["own blocks"] = self.engine.pool(self.memory, num_blocks * self.per_block)
+
+    def admit_whole(self, request: Request) -> None:
+        """Room for all the request has said, or for its whole life where nobody serves it. Raises TierTooSmall."""
+        if request.is_served:
+            self.admit(request, len(request.tokens))
+        else:
+            self.own(request, self.engine.shape.num_blocks(request.max_tokens))
+
+    def grow_whole(self, request: Request) -> None:
+        """Take the room that `admit_whole` is about. Raises TierTooSmall."""
+        self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Promise the request room for `num_tokens`; nothing is taken yet.
@@ -178,7 +188,7 @@ class PagedBlocks:
         offsets = self.pool.take(len(swapped.blocks))
         table.offset.reshape(-1)[swapped.blocks] = offsets
         table.pool.reshape(-1)[swapped.blocks] = table.number(self.pool)
-        table.state.reshape(-1)[swapped.blocks] = 1
+        table.state.reshape(-1)[swapped.blocks] = OPEN
         table.length[:] = swapped.lengths
         table.version += 1
         for layer in range(len(table.length)):

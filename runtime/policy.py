@@ -339,6 +339,15 @@ class Policy:
         ids = (blocks[:, None] * per_block + np.arange(per_block)).ravel()
         return np.asarray(ids[ids * self.shape.split_tokens < length], dtype=np.int64)
 
+    def stored_rows(self, request: Request, layer: int, side: int, rows: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Rows (heads, tokens, elements) of K or V as they are stored: uint8 (heads, tokens, bytes of a row)."""
+        dtype, held = self.shape.dtype, request.blocks.scales
+        if side == K:
+            stored = keys_to_bytes(rows, dtype, None if held is None else held.values[layer])
+        else:
+            stored = values_to_bytes(rows, dtype)
+        return stored.reshape(*rows.shape[:2], -1)
+
     def _write_rows(self, request: Request, layer: int, side: int, rows: NDArray[np.float32]) -> list[Completion]:
         """Write a layer's K or V rows from the host into the blocks that have places.
 
@@ -351,9 +360,7 @@ class Policy:
         heads, count, _ = rows.shape
         stored: NDArray[np.uint8] | None = None
         if not self.engine.phantom:
-            scales = None if table.scales is None else table.scales.values[layer]
-            stored = keys_to_bytes(rows, shape.dtype, scales) if side == K else values_to_bytes(rows, shape.dtype)
-            stored = stored.reshape(heads, count, -1)
+            stored = self.stored_rows(request, layer, side, rows)
         full, block_nbytes = count // shape.block_tokens, shape.block_tokens * shape.row_nbytes(side)
         done = []
         for head in range(heads):

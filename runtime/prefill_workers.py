@@ -7,14 +7,13 @@ rows then come through the host's memory to wherever the policy has placed them,
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 from tierloop.devices.commands import Launch
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Region
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.loop import Alarm
+from tierloop.runtime.loop import Places, let_pass
 from tierloop.runtime.stages import Stages
 
 PIECE_NBYTES = 64 << 20
@@ -29,8 +28,7 @@ class PrefillWorkers:
         self._engine = engine
         self._stages = stages
         self._whole = whole
-        self._free = count
-        self._queue: deque[Alarm] = deque()
+        self._workers = Places(count)
         self._space: dict[str, Region] = {}
 
     def prompt_ns(self, num_tokens: int) -> int:
@@ -47,17 +45,9 @@ class PrefillWorkers:
 
     async def prefill(self, num_tokens: int) -> None:
         """Wait for a worker, and until it has done the prompt."""
-        while not self._free:
-            turn = Alarm()
-            self._queue.append(turn)
-            await turn
-        self._free -= 1
-        done, clock = Alarm(), self._engine.loop.clock
-        clock.call_at(clock.now() + self.prompt_ns(num_tokens), done.ring)
-        await done
-        self._free += 1
-        if self._queue:
-            self._queue.popleft().ring()
+        worker = await self._workers.take()
+        await let_pass(self._engine.loop, self.prompt_ns(num_tokens))
+        self._workers.give(worker)
 
     async def bring(self, nbytes_by_memory: Mapping[str, int]) -> None:
         """Move so many bytes of each memory there, through the host's. Raises a DeviceError where one fails."""

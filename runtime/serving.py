@@ -30,7 +30,7 @@ from tierloop.runtime.arrivals import Arrival, check
 from tierloop.runtime.blocks import TierTooSmall
 from tierloop.runtime.decoder import Decoder, Part
 from tierloop.runtime.engine import Engine
-from tierloop.runtime.loop import Alarm, yield_to_others
+from tierloop.runtime.loop import Alarm, let_pass, yield_to_others
 from tierloop.runtime.policy import Policy, Request
 from tierloop.runtime.prefill_workers import PrefillWorkers
 from tierloop.runtime.serving_log import Log
@@ -333,13 +333,7 @@ class Server:
         """Move a request's rows; what layers that were left out would have taken passes as well."""
         begun = self.engine.loop.clock.now()
         await moving
-        await self._pass(round((self.engine.loop.clock.now() - begun) * (self.whole - 1)))
-
-    async def _pass(self, ns: int) -> None:
-        if ns:
-            alarm = Alarm()
-            self.engine.loop.clock.call_at(self.engine.loop.clock.now() + ns, alarm.ring)
-            await alarm
+        await let_pass(self.engine.loop, round((self.engine.loop.clock.now() - begun) * (self.whole - 1)))
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -399,7 +393,7 @@ class Server:
                 raise
             said = [[] for _ in parts]
         self.steps += 1
-        await self._pass(self.stretch(begun))
+        await let_pass(loop, self.stretch(begun))
         now = clock.now()
         for (served, part), tokens in zip(parts, said, strict=True):
             for number, each in enumerate(served):

@@ -139,7 +139,7 @@ def serve_model(
     shape = kv_shape(model, how.kv_dtype, how.block_tokens, how.split_tokens)
     engine = Engine(platform, shape)
     memory = engine.dense.memory
-    limits = {memory: min(int(_capacity(engine, memory) * how.utilisation), _everything(arrivals, shape))}
+    limits = {memory: min(int(engine.info(memory).capacity * how.utilisation), _everything(arrivals, shape))}
     modules = Modules(model.module)
     sample = LayerSample(shape.num_layers, shape.num_layers)
     made = None if recorder is None else recorder(shape, modules.scale)
@@ -278,10 +278,6 @@ def _everything(arrivals: Sequence[Arrival], shape: KVShape) -> int:
     """Bytes that are enough for all requests at once: with numbers, a larger pool would only need a larger host."""
     tokens = sum(shape.num_blocks(a.total_tokens) + 1 for a in arrivals) * shape.block_tokens
     return 2 * tokens * shape.num_layers * shape.num_kv_heads * (shape.row_nbytes(K) + shape.row_nbytes(V))
-
-
-def _capacity(engine: Engine, memory: str) -> int:
-    return sum(m.capacity for m in engine.memories() if m.name == memory)
 
 
 def _beyond(arrivals: Sequence[Arrival], model: KnownShape) -> list[str]:

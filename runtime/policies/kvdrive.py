@@ -50,7 +50,7 @@ from tierloop.devices.regions import Segment
 from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, V
 from tierloop.runtime.chunk_index import ChunkIndex, Chunking, importance
-from tierloop.runtime.dtypes import from_bytes, keys_to_bytes, values_to_bytes
+from tierloop.runtime.dtypes import from_bytes
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape
 from tierloop.runtime.entry_cache import EntryCache, Held, Plan, fingerprint, held_by
@@ -326,10 +326,8 @@ class KVDrive(Policy):
             held.prompt[layer] = None
             await held.index.build(layer, None)
             return
-        scales = None if table.scales is None else table.scales.values[layer]
         heads, count, _ = keys.shape
-        of_keys = keys_to_bytes(keys, dtype, scales).reshape(heads, count, -1)
-        of_values = values_to_bytes(values, dtype).reshape(heads, count, -1)
+        of_keys, of_values = (self.stored_rows(request, layer, *side) for side in ((K, keys), (V, values)))
         held.prompt[layer] = self._cache.pack(of_keys, of_values)
         await held.index.build(layer, from_bytes(of_keys, dtype).reshape(heads, count, -1))
 

@@ -35,11 +35,10 @@ from typing import Any, ClassVar
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
 from tierloop.runtime.batch_parts import part_of
-from tierloop.runtime.blocks import Pool, TierTooSmall
+from tierloop.runtime.blocks import K, Pool, TierTooSmall, V
 from tierloop.runtime.crossover import crossover
 from tierloop.runtime.crossover_estimate import estimate_constants
 from tierloop.runtime.decisions import Grouping
-from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import InPlaceAttention
 from tierloop.runtime.loop import Task, yield_to_others
@@ -201,10 +200,8 @@ class Nelssa(Policy):
             try:
                 if near:
                     await self._admit_near(request, tokens)
-                elif request.is_served:
-                    self.blocks.admit(request, tokens)
                 else:
-                    self.blocks.own(request, self.shape.num_blocks(request.max_tokens))
+                    self.blocks.admit_whole(request)
                 break
             except TierTooSmall as error:
                 refusals.append(error)
@@ -271,21 +268,19 @@ class Nelssa(Policy):
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
         near, shape = near_of(request), self.shape
         if near is None:
-            self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
+            self.blocks.grow_whole(request)
             await super().place(request, layer, keys, values)
             return
         if layer == 0:
             end = near.pieces.reach(keys.shape[1], near.prompt_tokens)
             self.blocks.grow(request, min(near.pieces.first, request.max_tokens))
             self.blocks.skip(request, end // shape.block_tokens)
-            self.blocks.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
+            self.blocks.grow_whole(request)
         await super().place(request, layer, keys, values)
         if layer == 0:
             self._moves.start_pieces(request, near)
         if not self.engine.phantom:
-            scales = None if request.blocks.scales is None else request.blocks.scales.values[layer]
-            stored = [keys_to_bytes(keys, shape.dtype, scales), values_to_bytes(values, shape.dtype)]
-            of_keys, of_values = (rows.reshape(shape.num_kv_heads, keys.shape[1], -1) for rows in stored)
+            of_keys, of_values = (self.stored_rows(request, layer, *side) for side in ((K, keys), (V, values)))
             for piece in near.under_way:
                 low, high = piece.low, piece.high
                 await self._writer.write_rows(near, piece, layer, of_keys[:, low:high], of_values[:, low:high])

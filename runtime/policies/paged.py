@@ -35,13 +35,10 @@ class Paged(Policy):
         self.blocks = PagedBlocks(engine, watermark)
 
     async def admit(self, request: Request) -> None:
-        if request.is_served:
-            self.blocks.admit(request, len(request.tokens))
-        else:
-            self.blocks.own(request, self.shape.num_blocks(request.max_tokens))
+        self.blocks.admit_whole(request)
 
     async def place(self, request: Request, layer: int, keys: Float32, values: Float32) -> None:
-        self.grow(request, len(request.tokens) if request.is_served else request.max_tokens)
+        self.blocks.grow_whole(request)
         await super().place(request, layer, keys, values)
 
     def grow(self, request: Request, num_tokens: int) -> None:

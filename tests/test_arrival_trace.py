@@ -29,8 +29,8 @@ MOONCAKE = """\
 """
 BURSTGPT = """\
 Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-5,ChatGPT,472,18,490,Conversation log
-45,ChatGPT,1087,230,1317,"Conversation, log"
+5,model-a,472,18,490,Conversation log
+45,model-a,1087,230,1317,"Conversation, log"
 118,GPT-4,417,276,693,Conversation log
 """
 OWN = '{"format": "tierloop-arrivals", "version": 1}\n'

@@ -22,7 +22,7 @@ from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import K
 from tierloop.runtime.decisions import Question
-from tierloop.runtime.dtypes import from_bytes, keys_to_bytes
+from tierloop.runtime.dtypes import from_bytes
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.in_place import Chosen
 from tierloop.runtime.policies.split_all import SplitAll
@@ -71,9 +71,8 @@ class TopkBlocks(SplitAll):
         await super().place(request, layer, keys, values)
         full = keys.shape[1] // self.shape.block_tokens
         if full and not self.engine.phantom:
-            scales, dtype = request.blocks.scales, self.shape.dtype
             rows = keys[:, : full * self.shape.block_tokens]
-            stored = from_bytes(keys_to_bytes(rows, dtype, None if scales is None else scales.values[layer]), dtype)
+            stored = from_bytes(self.stored_rows(request, layer, K, rows), self.shape.dtype)
             means = stored.reshape(keys.shape[0], full, self.shape.block_tokens, -1).mean(axis=2, dtype=np.float64)
             target = self._summaries(request, layer, 0, full)
             await self.engine.write(target, np.ascontiguousarray(means, dtype=np.float32).view(np.uint8).reshape(-1))

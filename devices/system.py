@@ -1,4 +1,4 @@
-"""The operating system as drivers see it: a dozen calls that a test may answer instead.
+"""The operating system as drivers see it: some twenty calls that a test may answer instead.
 
 A driver for real hardware never imports `os` to reach its device; it is handed a `System`. Production hands it
 `HostSystem`; a test hands it an object that misbehaves on purpose (short transfers, EAGAIN, a full disk, a kernel
@@ -6,7 +6,8 @@ without io_uring), and the driver that runs on both is the same code. What must 
 
 - A call either does what it says or raises OSError with the errno of the operating system; it never returns -1.
 - `pread` and `pwrite` may move fewer bytes than asked for, and say how many.
-- `syscall` takes addresses of memory that the caller keeps alive until the kernel is done with it.
+- `syscall` and `ioctl` take addresses of memory that the caller keeps alive until the kernel is done with it.
+- Paths below /sys and /proc are read as they stand there, links included; nothing is written to them.
 - Every method may be called from any thread.
 
 `from_os` turns an OSError into the device error that says who is to blame.
@@ -20,6 +21,7 @@ import fcntl
 import mmap as mmap_module
 import os
 import platform
+import posixpath
 import stat as stat_module
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -104,8 +106,20 @@ class System(Protocol):
     def syscall(self, number: int, *args: int) -> int:
         """A raw system call with up to six integers or addresses; returns its result if that is not negative."""
 
+    def ioctl(self, fd: int, request: int, argument: bytearray) -> int:
+        """Control a device: `argument` is the request's structure, which the kernel reads and writes in place."""
+
     def read_text(self, path: str) -> str:
         """A small text file below /sys or /proc, without the newline at its end."""
+
+    def read_bytes(self, path: str) -> bytes:
+        """A small binary file below /sys or /proc: a table of the firmware."""
+
+    def listdir(self, path: str) -> list[str]:
+        """The names in a folder below /sys, /proc or /dev, sorted."""
+
+    def readlink(self, path: str) -> str:
+        """What a link below /sys says, as it stands there (mostly relative); EINVAL for what is no link."""
 
 
 class HostSystem:
@@ -172,7 +186,23 @@ class HostSystem:
         return result
 
     def read_text(self, path: str) -> str:
-        return (self._root / path.lstrip("/")).read_text().rstrip("\n")
+        return self._under(path).read_text().rstrip("\n")
+
+    def ioctl(self, fd: int, request: int, argument: bytearray) -> int:
+        result: int = fcntl.ioctl(fd, request, argument, True)
+        return result
+
+    def read_bytes(self, path: str) -> bytes:
+        return self._under(path).read_bytes()
+
+    def listdir(self, path: str) -> list[str]:
+        return sorted(os.listdir(self._under(path)))
+
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._under(path))
+
+    def _under(self, path: str) -> Path:
+        return self._root / path.lstrip("/")
 
 
 HOST = HostSystem()
@@ -182,6 +212,29 @@ SYS_IO_URING_SETUP = 425
 SYS_IO_URING_ENTER = 426
 SYS_STATX = {"x86_64": 332, "aarch64": 291, "riscv64": 291, "ppc64le": 383, "s390x": 379}.get(platform.machine(), -1)
 """Numbers of raw system calls (the first two are the same on every machine); -1 where unknown here."""
+
+
+def resolved(system: System, path: str) -> str:
+    """The path below /sys that a path leads to, links followed: where a device stands among its parents.
+
+    What is no link, or is not there, counts as it stands. Raises OSError (ELOOP) after 40 links.
+    """
+    walked, left = "/", [part for part in path.split("/") if part]
+    for _ in range(40):
+        while left:
+            part = left.pop(0)
+            step = posixpath.normpath(posixpath.join(walked, part))
+            try:
+                target = system.readlink(step)
+            except OSError:
+                walked = step
+                continue
+            whole = posixpath.normpath(posixpath.join(walked, target, *left))
+            walked, left = "/", [part for part in whole.split("/") if part]
+            break
+        else:
+            return walked
+    raise OSError(codes.ELOOP, os.strerror(codes.ELOOP), path)
 
 
 def address_of(buffer: mmap_module.mmap | bytearray) -> int:

@@ -274,6 +274,19 @@ class FakeSystem:
             raise _error(errno.ENOENT)
         return self.texts[path]
 
+    def read_bytes(self, path: str) -> bytes:
+        return self.read_text(path).encode()
+
+    def ioctl(self, fd: int, request: int, argument: bytearray) -> int:
+        self._of(fd)
+        raise _error(errno.ENOTTY)
+
+    def listdir(self, path: str) -> list[str]:
+        raise _error(errno.ENOENT)
+
+    def readlink(self, path: str) -> str:
+        raise _error(errno.ENOENT)
+
     # inside
 
     def _fail(self, call: str, offset: int | None = None, nbytes: int = 0) -> Fault | None:

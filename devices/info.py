@@ -95,6 +95,7 @@ class DeviceInfo:
     `dilation` is σ: rates are divided and latencies multiplied by it. `guesses` lists constants that are unknown or
     assumed; a result that rests on one is `extrapolated`. `slowed` says what holds commands back that the device itself
     would have ended sooner: numbers of a real device are then not `measured`.
+    Nor are they where `model` is not empty: it says which model of hardware answers a real driver (`System.model`).
     """
 
     name: str
@@ -108,6 +109,7 @@ class DeviceInfo:
     dilation: int = 1
     guesses: tuple[str, ...] = ()
     slowed: tuple[str, ...] = ()
+    model: str = ""
     notes: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def executor_of(self, queue: int) -> ExecutorInfo | None:

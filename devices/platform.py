@@ -53,11 +53,12 @@ class Platform:
     def provenance(self) -> RunProvenance:
         """How numbers of this platform came about: measured, emulated, simulated or extrapolated.
 
-        A real device that a wrapper slows down is measured no longer: its time is that of an emulation.
+        A real driver whose device a wrapper slows down, or that has a model of hardware beneath it, measures nothing:
+        its time is that of an emulation.
         """
         infos = [d.info for d in self.devices.values()]
         if all(info.provenance == "real" for info in infos):
-            return "emulated" if any(info.slowed for info in infos) else "measured"
+            return "emulated" if any(info.slowed or info.model for info in infos) else "measured"
         if self.guesses:
             return "extrapolated"
         return "simulated" if self.clock.virtual else "emulated"

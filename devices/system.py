@@ -59,7 +59,15 @@ class FileStatus(NamedTuple):
 
 
 class System(Protocol):
-    """The calls that drivers make. Offsets and sizes in bytes; every method raises OSError."""
+    """The calls that drivers make. Offsets and sizes in bytes; every method raises OSError.
+
+    `model` says what stands here instead of a machine; it is empty for the real one. Drivers pass it on in their
+    `DeviceInfo`, so that no number of a model is taken for a measurement.
+    """
+
+    @property
+    def model(self) -> str:
+        """What answers in place of hardware; "" where it is the hardware."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """Open a path with the O_ flags; the descriptor is not inherited by children."""
@@ -124,6 +132,8 @@ class System(Protocol):
 
 class HostSystem:
     """The real operating system (Linux). `root` stands before /sys and /proc, to read a recorded tree instead."""
+
+    model = ""
 
     def __init__(self, root: str | Path = "/") -> None:
         self._root = Path(root)

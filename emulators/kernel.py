@@ -203,7 +203,10 @@ class ModelKernel:
     `calls`, the names of all calls that were made, in order.
     """
 
-    def __init__(self, tree: Tree | None = None, nodes: Mapping[str, Node] | None = None) -> None:
+    def __init__(
+        self, tree: Tree | None = None, nodes: Mapping[str, Node] | None = None, model: str = "a model of a machine"
+    ) -> None:
+        self.model = model
         self.tree = tree or Tree()
         self.nodes: dict[str, Node] = {}
         self.calls: list[str] = []

@@ -156,6 +156,7 @@ class Bus:
     def __init__(self, card: PnmCard) -> None:
         self._card = card
         self._bytes = WindowBytes(card.window)
+        self.model = "the firmware model of a near-memory processor"
         self.closed = False
 
     @property

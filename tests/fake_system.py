@@ -84,6 +84,7 @@ class FakeSystem:
         statx: tuple[int, int] | None = None,
         seed: int = 0,
     ) -> None:
+        self.model = "an operating system in memory"
         self.grid, self.disk_nbytes, self.direct = grid, disk_nbytes, direct
         self.zero_range, self.punch_hole = zero_range, punch_hole
         self.uring_errno, self.features, self.known_setup_flags = uring_errno, features, known_setup_flags

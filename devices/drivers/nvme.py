@@ -295,5 +295,6 @@ def _describe(name: str, options: Options, medium: Medium, crew: Crew, capacity:
         executors=(executor,),
         numa_node=medium.numa_node,
         bus_address=medium.bus_address,
+        model=medium.target.system.model,
         notes=notes,
     )

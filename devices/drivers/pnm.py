@@ -114,7 +114,7 @@ def open_pnm(
         layout = _layout(name, window)
         identity = identity or (secrets.randbits(32), secrets.randbits(32))
         session = Session(name, window, layout, site.clock, checked.deadline_ms * 1_000_000, identity)
-        device = PnmDevice(name, site, checked, session, session.hello())
+        device = PnmDevice(name, site, checked, session, session.hello(), window.model)
         undo.pop_all()
         return device
 
@@ -134,12 +134,14 @@ class _Job:
 class PnmDevice:
     """A near-memory processor with an open session; made by `open_pnm`."""
 
-    def __init__(self, name: str, site: Site, options: Options, session: Session, limits: Limits) -> None:
+    def __init__(
+        self, name: str, site: Site, options: Options, session: Session, limits: Limits, model: str = ""
+    ) -> None:
         self._name = name
         self._clock = site.clock
         self._session = session
         self._limits = limits
-        self._info = _describe(name, options, limits)
+        self._info = _describe(name, options, limits, model)
         self._extents = Extents(limits.capacity, limits.grid)
         self._arena = Arena(name, self._info.memories[0], limits.grid)
         self._places: dict[Region, int] = {}
@@ -364,7 +366,7 @@ def _layout(name: str, window: Window) -> Layout:
     return layout
 
 
-def _describe(name: str, options: Options, limits: Limits) -> DeviceInfo:
+def _describe(name: str, options: Options, limits: Limits, model: str) -> DeviceInfo:
     own = partial(Path, latency_ns=0, read_bytes_per_s=0, write_bytes_per_s=0, coherence="host-only")
     engines = ExecutorInfo(
         name="engines",
@@ -391,4 +393,6 @@ def _describe(name: str, options: Options, limits: Limits) -> DeviceInfo:
         "sram_nbytes": str(limits.sram_nbytes),
     }
     memory = MemoryInfo(name, limits.capacity // limits.grid * limits.grid)
-    return DeviceInfo(name, "pnm", "real", (memory,), (engines, dma), arithmetic=limits.arithmetic, notes=notes)
+    return DeviceInfo(
+        name, "pnm", "real", (memory,), (engines, dma), arithmetic=limits.arithmetic, model=model, notes=notes
+    )

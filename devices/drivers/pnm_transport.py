@@ -41,6 +41,10 @@ class Window(Protocol):
     def nbytes(self) -> int:
         """How many there are."""
 
+    @property
+    def model(self) -> str:
+        """Which model of a device is behind it; "" where it is a device."""
+
     def read(self, spans: Spans, into: NDArray[np.uint8]) -> None:
         """Copy spans of the window, end to end, into a buffer of their size."""
 
@@ -82,6 +86,7 @@ class MappedWindow:
         self._words: NDArray[np.uint64] | None = self._array[: nbytes // 8 * 8].view("<u8")
         self._bytes: WindowBytes | None = WindowBytes(self._array)
         self._nbytes = nbytes
+        self.model = system.model
 
     @property
     def nbytes(self) -> int:

@@ -13,9 +13,9 @@ from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Writ
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.example import Bytes, Example, Kernel
 from tierloop.devices.conformance.runner import MACHINE
-from tierloop.devices.device import Estimate, check
+from tierloop.devices.device import Device, Estimate, check
 from tierloop.devices.errors import OutOfRange
-from tierloop.devices.info import Arithmetic, DeviceInfo
+from tierloop.devices.info import Arithmetic, DeviceInfo, Path
 from tierloop.devices.kernels import definition
 from tierloop.devices.kernels.contract import (
     Append,
@@ -33,6 +33,7 @@ from tierloop.devices.kernels.contract import (
 from tierloop.devices.kernels.definition import Given, define
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
+from tierloop.devices.wrappers import Faulty
 
 
 class EffectsAtSubmit(Example):
@@ -293,6 +294,13 @@ class EstimateCarriesOut(Example):
         return super().estimate(command, queue)
 
 
+class EstimatesHalf(Example):
+    """Says that everything takes half the time, and that it is sure."""
+
+    def estimate(self, command: Command, queue: int = 0) -> Estimate:
+        return Estimate(super().estimate(command, queue).duration_ns // 2, 0, "a guess")
+
+
 class CallsItselfReal(Example):
     """Is emulated and does not say so."""
 
@@ -392,6 +400,11 @@ BROKEN: list[tuple[type[Example], str]] = [
     (LeavesCommandsOpen, "closing_ends_what_is_under_way"),
     (EndlessQueues, "a_full_queue_is_busy"),
     (EstimateCarriesOut, "an_estimate_has_no_effect"),
+    (EstimatesHalf, "an_idle_device_takes_what_it_estimates"),
+    (info_with(paths=(Path("emu:example", 0, 1 << 20, 1 << 30),)), "nothing_is_faster_than_its_path"),
+    (info_with(paths=(Path("emu:example", 1 << 20, 0, 0),)), "nothing_is_shorter_than_the_latency"),
+    (LeaksCapacity, "nothing_is_used_up_by_use"),
+    (DirtyMemory, "nothing_is_used_up_by_use"),
     (CallsItselfReal, "an_emulated_device_says_so_in_its_name"),
     (ChangesItsMind, "info_stays_the_same"),
     (CountsNothing, "every_byte_comes_back"),
@@ -402,6 +415,50 @@ BROKEN: list[tuple[type[Example], str]] = [
     (info_with(paths=()), "paths_lead_to_memories_that_exist"),
     (info_with(kernels=frozenset({"gather"})), "gather_keeps_every_byte"),
     (info_with(kernels=frozenset({"score"})), "whoever_computes_states_its_arithmetic"),
+]
+
+
+class ShowsLostBytes(Faulty):
+    """Reads what cannot be read, as if nothing had happened."""
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        return
+
+
+class LosesMore(Faulty):
+    """One page that is lost makes the page before it unreadable as well."""
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        super().unreadable(region, offset - nbytes, 2 * nbytes)
+
+
+class ForgetsTheFailure(Faulty):
+    """Carries a command out that came after one that failed."""
+
+    def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
+        return super().submit(command, queue)
+
+
+class WaitsForEver(Faulty):
+    """Has no deadline."""
+
+    def __init__(self, device: Device, site: Site) -> None:
+        super().__init__(device, site, deadline_ns=10**12)
+
+
+class WorksOnWithoutItself(Faulty):
+    """Does not notice that it is no longer there."""
+
+    def unplug(self) -> None:
+        return
+
+
+BROKEN_BY_FAULTS: list[tuple[type[Faulty], str]] = [
+    (ShowsLostBytes, "an_unreadable_span_is_a_media_error_and_its_neighbours_are_not"),
+    (LosesMore, "an_unreadable_span_is_a_media_error_and_its_neighbours_are_not"),
+    (ForgetsTheFailure, "what_comes_after_a_media_error_is_cancelled_with_its_cause"),
+    (WaitsForEver, "a_command_that_does_not_come_back_ends_at_its_deadline"),
+    (WorksOnWithoutItself, "a_device_that_is_pulled_out_is_gone"),
 ]
 
 

@@ -204,6 +204,12 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown device of a platform": (("conformance", "demo", "--device", "gqu"), "'gpu'"),
     "an unknown level": (("conformance", "cpu", "--level", "memry"), "'memory'"),
     "neither a driver nor a platform": (("conformance", "dem"), "'demo'"),
+    "an unknown model": (("conformance", "pmn:model"), "'pnm'"),
+    "a node that is no number": (("conformance", "cpu:x"), "'x' is no number"),
+    "an unknown profile of an emulated device": (("conformance", "emu:demo-cxx"), "'demo-cxl'"),
+    "a device of one device": (("conformance", "pnm:model", "--device", "pnm0"), "is one device"),
+    "options of a model": (("conformance", "pnm:model", "--option", "a=1"), "takes no options"),
+    "virtual time for a real driver": (("conformance", "pnm:model", "--clock", "virtual"), "no virtual time"),
 }
 
 
@@ -399,11 +405,41 @@ def test_doctor_says_why_a_drive_cannot_be_used_and_ends_with_2(run_cli: RunCli,
 
 def test_conformance_reports_every_check(run_cli: RunCli) -> None:
     code, out, err = run_cli("conformance", "reference", "--level", "identity", "--level", "memory", "--json")
-    (report,) = json.loads(out)["devices"]
+    report = json.loads(out)
     assert code == 0, err
-    assert report["passed"]
-    assert report["device"] == "emu:reference"
-    assert report["counts"]["passed"] > 5
+    assert (report["device"], report["provenance"], report["failed"]) == ("emu:reference", "emulated", 0)
+    assert report["conforms"]
+    assert report["passed"] > 5
+    assert set(report["levels"]) == {"L0", "L1"}
+    assert report["declared_vs_measured"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "provenance"),
+    [
+        ("pnm:model", "pnm0", "emulated"),
+        ("emu:demo-cxl", "emu:demo-cxl", "emulated"),
+        ("nvme:file=", "nvme", "real"),
+    ],
+)
+def test_conformance_knows_devices_by_short_names(
+    run_cli: RunCli, tmp_path: Path, name: str, device: str, provenance: str
+) -> None:
+    drive = tmp_path / "drive"
+    code, out, err = run_cli("conformance", f"{name}{drive}" if name.endswith("=") else name, "--level", "L5", "--json")
+    report = json.loads(out)
+    assert code == (0 if report["passed"] else 1), err
+    assert (report["device"], report["provenance"], report["failed"]) == (device, provenance, 0)
+    assert {seen["quantity"] for seen in report["declared_vs_measured"]} >= {"read_bytes_per_s", "write_latency_ns"}
+    assert all(seen["measured"] > 0 for seen in report["declared_vs_measured"])
+    assert not drive.exists()
+
+
+def test_conformance_of_several_devices_has_a_report_for_each(run_cli: RunCli) -> None:
+    chosen = ("--device", "cxl", "--device", "dram")
+    code, out, err = run_cli("conformance", "demo", *chosen, "--level", "identity", "--json")
+    assert code == 0, err
+    assert [report["device"] for report in json.loads(out)["devices"]] == ["emu:cxl", "emu:dram"]
 
 
 def test_a_device_that_keeps_no_bytes_fails_its_conformance(run_cli: RunCli) -> None:

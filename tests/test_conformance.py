@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.broken_devices import BROKEN, WRONG_KERNELS, CallsItselfReal, ClaimsEqualBits, DirtyMemory
-from tierloop.devices.conformance import LEVELS, Report, Result, Skip, Suite, oracle, run
+from tests.broken_devices import BROKEN, BROKEN_BY_FAULTS, WRONG_KERNELS, CallsItselfReal, ClaimsEqualBits, DirtyMemory
+from tierloop.devices.conformance import LEVELS, NUMBERS, Report, Result, Skip, Suite, named, oracle, run
 from tierloop.devices.conformance.example import Example, Kernel
 from tierloop.devices.conformance.runner import MACHINE, checks_of
 from tierloop.devices.device import Device
@@ -25,6 +25,8 @@ from tierloop.devices.kernels.definition import define
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import entry, open_platform
 from tierloop.devices.site import Site
+from tierloop.devices.wrappers import Faulty, wrapped
+from tierloop.emulators.modelled import open_modelled
 
 DEFINED: dict[str, Kernel] = dict.fromkeys(KERNELS, define)
 DEMO = ("emu:gpu", "emu:dram", "emu:numa", "emu:cxl", "emu:nvme", "emu:pnm")
@@ -97,6 +99,17 @@ def test_a_broken_device_is_failed_by_the_check_that_is_meant_for_it(broken: typ
     assert report.results[0].reason
 
 
+@pytest.mark.parametrize(("broken", "name"), BROKEN_BY_FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_device_that_fails_wrongly_is_failed_by_the_check_that_is_meant_for_it(
+    broken: type[Faulty], name: str
+) -> None:
+    def opener(site: Site) -> Device:
+        return wrapped(site, lambda inside: Example(inside), [lambda device, on: broken(device, on)])
+
+    report = run(opener, only=[name], virtual=True)
+    assert report.outcome(name) == "failed", str(report)
+
+
 def test_a_device_that_moves_nothing_is_failed_by_every_level_that_looks_at_bytes() -> None:
     report = run(
         lambda site: entry("devices", "null")("emu:null", site, {}),
@@ -164,11 +177,19 @@ def test_the_report_says_why() -> None:
     report = run(lambda site: DirtyMemory(site), ["identity", "memory"], virtual=True)
     as_data = json.loads(json.dumps(report.to_dict()))
     assert as_data["device"] == "emu:example"
-    assert not as_data["passed"]
-    assert sum(as_data["counts"].values()) == len(as_data["results"])
-    for result in as_data["results"]:
-        assert set(result) == {"level", "check", "outcome", "reason"}
-        assert (result["reason"] == "") == (result["outcome"] == "passed")
+    assert not as_data["conforms"]
+    assert set(as_data["levels"]) == {"L0", "L1"}
+    memory = as_data["levels"]["L1"]
+    assert memory["names"] == ["memory"]
+    assert memory["failed"] == len(memory["failures"]) > 0
+    assert memory["failures"][0]["test"] == "fresh_memory_is_zero"
+    for outcome in ("passed", "failed"):
+        assert as_data[outcome] == sum(level[outcome] for level in as_data["levels"].values())
+    assert as_data["skipped"] == sum(len(level["skipped"]) for level in as_data["levels"].values())
+    assert as_data["passed"] + as_data["failed"] + as_data["skipped"] == len(report.results)
+    assert all(
+        entry["reason"] for level in as_data["levels"].values() for entry in level["failures"] + level["skipped"]
+    )
     assert "failed  fresh memory is zero: region 0 of emu:example: 65536 of 65536 bytes differ" in str(report)
 
 
@@ -177,6 +198,26 @@ def test_progress_gets_every_result_as_it_comes() -> None:
     report = run(lambda site: Example(site), ["identity"], virtual=True, progress=seen.append)
     assert tuple(seen) == report.results
     assert [r.check for r in seen] == [name for name, _ in checks_of("identity")]
+
+
+def test_what_is_declared_stands_beside_what_was_measured() -> None:
+    report = run(lambda site: Example(site, delay_ns=500), ["envelope"], virtual=True)
+    seen = {entry["quantity"]: entry for entry in report.to_dict()["declared_vs_measured"]}
+    assert seen["read_latency_ns"]["declared"] == 500
+    assert seen["read_latency_ns"]["measured"] == 501
+    assert seen["write_bytes_per_s"]["declared"] == 10**9
+    assert 0.99 < seen["write_bytes_per_s"]["ratio"] < 1
+
+
+def test_levels_are_named_by_their_numbers_too() -> None:
+    assert named(["L6", "identity"]) == ["identity", "stateful", "faults"]
+    assert set(NUMBERS.values()) == {f"L{number}" for number in range(7)}
+
+
+def test_a_real_driver_on_a_model_is_reported_as_emulated_with_the_model() -> None:
+    report = run(lambda site: open_modelled("pnm", site)[0], ["identity"], device="pnm0")
+    assert (report.provenance, report.model) == ("emulated", "the firmware model of a near-memory processor")
+    assert report.passed, str(report)
 
 
 def test_skipping_everything_is_not_passing() -> None:

@@ -14,7 +14,7 @@ from tests.decoding import decode
 from tests.machines import write_machine
 from tests.test_docs import ROOT, run_blocks
 from tests.tiny import tiny_model, tiny_workload
-from tests.wrapping import Layer, all_four, ended, every_command, failed, filled, reference, site
+from tests.wrapping import Layer, all_kinds, ended, every_command, failed, filled, reference, site
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Copy, Launch, Read, Write
 from tierloop.devices.completion import Completion
@@ -43,7 +43,11 @@ from tierloop.devices.wrappers import Around, Delayed, Latency, Throttled, read_
 from tierloop.emulators.device import open_emulated
 from tierloop.runtime.ledger import Ledger
 
-ORDERS = list(permutations(["throttled", "delayed", "recorded", "checked"]))
+ORDERS = [
+    [*order[: at % 5], "faulty", *order[at % 5 :]]
+    for at, order in enumerate(permutations(["throttled", "delayed", "recorded", "checked"]))
+]
+"""Every order of four, the fifth at each place in turn."""
 
 
 def cpu(on: Site, layers: list[Layer]) -> Device:
@@ -55,10 +59,10 @@ def dram(on: Site, folder: Path, layers: list[Layer]) -> Device:
     return wrapped(on, lambda inside: open_emulated("emu:dram", inside, options), layers)
 
 
-@pytest.fixture(params=["throttled", "delayed", "recorded", "checked"])
+@pytest.fixture(params=["throttled", "delayed", "recorded", "checked", "faulty"])
 def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     """Each of the wrappers."""
-    return all_four(tmp_path)[request.param]
+    return all_kinds(tmp_path)[request.param]
 
 
 # -- in any order -------------------------------------------------------------------------------------------------
@@ -105,11 +109,11 @@ def story(on: Site, device: Device) -> list[object]:
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_any_order_gives_the_bytes_and_errors_of_the_bare_device_on_the_virtual_clock(
-    tmp_path: Path, order: tuple[str, ...]
+    tmp_path: Path, order: list[str]
 ) -> None:
     write_machine(tmp_path)
     on, plain = site(), site()
-    device, bare = dram(on, tmp_path, [all_four(tmp_path)[name] for name in order]), dram(plain, tmp_path, [])
+    device, bare = dram(on, tmp_path, [all_kinds(tmp_path)[name] for name in order]), dram(plain, tmp_path, [])
     assert story(on, device) == story(plain, bare)
     assert (tmp_path / "all.jsonl").stat().st_size > 1000
     assert len(device.info.slowed) == 2
@@ -118,19 +122,19 @@ def test_any_order_gives_the_bytes_and_errors_of_the_bare_device_on_the_virtual_
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_any_order_gives_the_bytes_and_errors_of_the_bare_device_on_the_wall_clock(
-    tmp_path: Path, order: tuple[str, ...]
+    tmp_path: Path, order: list[str]
 ) -> None:
     on, plain = Site(clock=WallClock()), Site(clock=WallClock())
-    device, bare = cpu(on, [all_four(tmp_path)[name] for name in order]), cpu(plain, [])
+    device, bare = cpu(on, [all_kinds(tmp_path)[name] for name in order]), cpu(plain, [])
     assert story(on, device) == story(plain, bare)
     assert (tmp_path / "all.jsonl").stat().st_size > 1000
     device.close()
     bare.close()
 
 
-def test_all_four_together_carry_out_every_command_and_kernel(tmp_path: Path) -> None:
+def test_all_kinds_together_carry_out_every_command_and_kernel(tmp_path: Path) -> None:
     results = []
-    for layers in ([], list(all_four(tmp_path).values())):
+    for layers in ([], list(all_kinds(tmp_path).values())):
         on = site()
         device = reference(on, layers)
         told: list[object] = []
@@ -174,7 +178,7 @@ def test_delay_and_share_add_up_whichever_is_outside(outside: bool) -> None:
 
 def test_ledger_and_observers_see_each_command_once(tmp_path: Path) -> None:
     on = site()
-    device = reference(on, list(all_four(tmp_path).values()))
+    device = reference(on, list(all_kinds(tmp_path).values()))
     platform = Platform("by hand", on, {"emu:reference": device}, "emu:reference")
     seen: list[Completion] = []
     on.observers.append(seen.append)
@@ -261,7 +265,7 @@ def test_a_full_queue_is_busy_and_a_refused_command_is_not_queued(layer: Layer) 
 
 def test_a_chain_of_any_length_is_cancelled_without_deep_recursion(tmp_path: Path) -> None:
     on = Site()
-    device = reference(on, list(all_four(tmp_path).values()))
+    device = reference(on, list(all_kinds(tmp_path).values()))
     region, gate = device.alloc(1), Gate(on)
     chain = [gate.completion]
     for i in range(4000):
@@ -301,17 +305,17 @@ def test_a_region_that_a_held_command_of_another_device_names_is_busy(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_emulated_device_in_all_four_passes_the_suite(tmp_path: Path, level: str) -> None:
+def test_an_emulated_device_in_all_kinds_passes_the_suite(tmp_path: Path, level: str) -> None:
     write_machine(tmp_path)
-    layers = list(all_four(tmp_path).values())
+    layers = list(all_kinds(tmp_path).values())
     report = run(lambda on: dram(on, tmp_path, layers), [level], virtual=True, examples=6)
     assert report.passed, str(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_cpu_in_all_four_passes_the_suite(tmp_path: Path, level: str) -> None:
-    layers = list(all_four(tmp_path).values())
+def test_the_cpu_in_all_kinds_passes_the_suite(tmp_path: Path, level: str) -> None:
+    layers = list(all_kinds(tmp_path).values())
 
     def opened(on: Site) -> Device:
         return wrapped(on, lambda inside: open_cpu("cpu", inside, {"capacity": 64 << 20, "threads": 2}), layers)

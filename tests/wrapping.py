@@ -101,13 +101,14 @@ def _there(clock: Clock, device: Device, launch: Launch) -> Launch:
     return Launch(launch.args, tuple(moved(o) for o in launch.reads), tuple(moved(o) for o in launch.writes))
 
 
-def all_four(folder: Path) -> dict[str, Layer]:
-    """The four wrappers by name, none of them slow."""
-    from tierloop.devices.wrappers import Checked, Delayed, Latency, Recorded, Throttled
+def all_kinds(folder: Path) -> dict[str, Layer]:
+    """All wrappers by name, none of them slow."""
+    from tierloop.devices.wrappers import Checked, Delayed, Faulty, Latency, Recorded, Throttled
 
     return {
         "throttled": lambda device, on: Throttled(device, on, 3_000_000_000, 2_000_000_000),
         "delayed": lambda device, on: Delayed(device, on, Latency(1_000, 3_000), Latency(2_000), seed=3),
         "recorded": lambda device, on: Recorded(device, on, folder / "all.jsonl", replace=True),
         "checked": lambda device, on: Checked(device, on, 256),
+        "faulty": lambda device, on: Faulty(device, on),
     }

@@ -1,34 +1,39 @@
-"""`tierloop conformance`: the suite that every device has to pass, on a driver or on the devices of a platform."""
+"""`tierloop conformance`: the suite that every device has to pass, on a driver, a model, or a platform's devices."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from tierloop.devices.errors import ConfigurationError, nearest
-from tierloop.devices.platform import Platform
-from tierloop.devices.site import Site
+from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
 from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import results, say
+from tierloop.tools.table import amount
 
 if TYPE_CHECKING:
-    from tierloop.devices.conformance import Opener, Report, Result
-    from tierloop.devices.device import Device
+    from tierloop.devices.conformance import Comparison, Report, Result
 
 
 def conformance(
     subject: Annotated[
-        str, typer.Argument(help="A driver (cpu, nvme, …) or a platform: its name or the path of a .toml file.")
+        str,
+        typer.Argument(
+            help="A driver (cpu, nvme, …), cpu:NODE, gpu:NUMBER, nvme:file=PATH, KIND:model (a real driver on a "
+            "model of hardware), emu:PROFILE, or a platform: its name or the path of a .toml file.",
+            metavar="DEVICE",
+        ),
     ],
     device: Annotated[
         list[str] | None, typer.Option("--device", help="Of a platform, only this device. Repeatable.")
     ] = None,
-    level: Annotated[list[str] | None, typer.Option("--level", help="Only this level. Repeatable.")] = None,
+    level: Annotated[
+        list[str] | None, typer.Option("--level", help="Only this level: a name, or L0 to L6. Repeatable.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", help="An option of the driver: path=disk.img.", metavar="KEY=VALUE")
     ] = None,
@@ -41,66 +46,33 @@ def conformance(
 
     Exit codes: 0 every device passed, 1 a check failed, 2 the input was wrong.
     """
-    from tierloop.devices.conformance import LEVELS, run
+    from tierloop.devices.conformance import LEVELS, named, run
     from tierloop.devices.kernels import warm_up
+    from tierloop.tools.conformance_subjects import targets
 
-    levels = level or list(LEVELS)
-    for one in levels:
-        if one not in LEVELS:
-            raise ConfigurationError(f"--level {one!r}: {nearest(one, list(LEVELS))}")
-    with results(as_json) as shown:
+    try:
+        levels = named(level or LEVELS)
+    except ValueError as error:
+        raise ConfigurationError(f"--level: {error}") from error
+    given = options.assignments(option, "--option")
+    with results(as_json) as shown, targets(subject, device or [], given, options.clock_kind(clock)) as found:
         reports = []
         say("kernels (compiled at first use)")
         warm_up()
-        for name, opener, virtual in subjects(subject, device or [], options.assignments(option, "--option"), clock):
+        for name, opener, virtual in found:
             say(f"{name or subject}: {', '.join(levels)}")
             reports.append(
                 run(opener, levels, virtual=virtual, device=name, seed=seed, examples=examples, progress=_say_failure)
             )
-        shown.json({"devices": [report.to_dict() for report in reports]})
+        data = [report.to_dict() for report in reports]
+        shown.json(data[0] if len(data) == 1 else {"devices": data})
         shown.show(_summary(reports, levels))
+        if compared := [(report, seen) for report in reports for seen in report.comparisons]:
+            shown.show(_comparisons(compared))
         for report in reports:
             shown.show(*(Text(f"{report.device}: {line}") for line in _remarks(report)))
     if not all(report.passed for report in reports):
         raise typer.Exit(FAILED)
-
-
-def subjects(
-    subject: str, chosen: list[str], given: dict[str, Any], clock: str | None
-) -> list[tuple[str | None, Opener, bool]]:
-    """(device name or None, opener, virtual clock) of everything that is to be tested. Raises ConfigurationError."""
-    from tierloop.devices.registry import entry, find_platform, list_devices, list_platforms, open_platform
-
-    kind = options.clock_kind(clock)
-    drivers = [driver.name for driver in list_devices()]
-    if subject in drivers:
-        if chosen:
-            raise ConfigurationError(f"--device: {subject} is a driver; only a platform has several devices")
-        factory = entry("devices", subject)
-        emulated = bool(getattr(factory, "emulated", False))
-
-        def open_device(site: Site) -> Device:
-            opened: Device = factory(f"emu:{subject}" if emulated else subject, site, dict(given))
-            return opened
-
-        return [(None, open_device, emulated if kind is None else kind == "virtual")]
-    if given:
-        raise ConfigurationError("--option: a platform's file has the options of its devices")
-    platforms = [platform.name for platform in list_platforms()]
-    if subject not in platforms and not subject.endswith(".toml"):
-        raise ConfigurationError(f"{subject!r} is no driver and no platform; {nearest(subject, drivers + platforms)}")
-    path = find_platform(subject)
-
-    def open_machine(_: Site) -> Platform:
-        return open_platform(path, clock=kind)
-
-    with open_platform(path, clock=clock) as platform:  # type: ignore[arg-type]  # checked above
-        names = {name.removeprefix("emu:"): name for name in platform.devices}
-        wanted = [name.removeprefix("emu:") for name in chosen] or list(names)
-        for name in wanted:
-            if name not in names:
-                raise ConfigurationError(f"--device {name!r}: {nearest(name, list(names))}")
-        return [(names[name], open_machine, platform.clock.virtual) for name in wanted]
 
 
 def _summary(reports: list[Report], levels: list[str]) -> Table:
@@ -112,6 +84,22 @@ def _summary(reports: list[Report], levels: list[str]) -> Table:
         verdict = "passed" if report.passed else "FAILED"
         table.add_row(*map(Text, (report.device, report.kind, report.provenance, *cells, verdict)))
     return table
+
+
+def _comparisons(compared: list[tuple[Report, Comparison]]) -> Table:
+    table = Table(title="declared and measured", title_justify="left", header_style="bold")
+    for heading in ("executor", "memory", "what", "declared", "measured"):
+        table.add_column(heading)
+    for _, seen in compared:
+        shown = [
+            _quantity(seen.quantity, value) if value else "not declared" for value in (seen.declared, seen.measured)
+        ]
+        table.add_row(*map(Text, (seen.executor, seen.memory, seen.quantity.replace("_", " "), *shown)))
+    return table
+
+
+def _quantity(name: str, value: int) -> str:
+    return f"{amount(value)}/s" if name.endswith("per_s") else f"{value:,} ns"
 
 
 def _counts(results: list[Result]) -> str:

@@ -7,6 +7,7 @@
       { kind = "delayed", read_ns = 80_000, read_p99_ns = 500_000, write_ns = 20_000, seed = 1 },
       { kind = "recorded", file = "dram.jsonl", replace = true },
       { kind = "checked", block_nbytes = 4096 },
+      { kind = "faulty", read_per_million = 100, write_per_million = 0, seed = 1 },
     ]
 
 The first is the innermost. `delayed` takes `read_ns`, `write_ns`, `copy_ns`, `launch_ns`, `flush_ns`, each with a
@@ -26,6 +27,7 @@ from tierloop.devices.tables import Table
 from tierloop.devices.wrappers.around import Around
 from tierloop.devices.wrappers.checked import BLOCKS, Checked
 from tierloop.devices.wrappers.delayed import LATENCIES, Delayed, Latency
+from tierloop.devices.wrappers.faulty import DEADLINES, MILLION, Faulty
 from tierloop.devices.wrappers.recorded import Recorded
 from tierloop.devices.wrappers.throttled import RATES, Throttled
 
@@ -34,6 +36,7 @@ KINDS: dict[str, type[Around]] = {
     "delayed": Delayed,
     "recorded": Recorded,
     "checked": Checked,
+    "faulty": Faulty,
 }
 
 
@@ -92,4 +95,18 @@ def _checked(table: Table) -> dict[str, Any]:
     return {"block_nbytes": table.integer("block_nbytes", *BLOCKS, default=4096)}
 
 
-_READERS = {"throttled": _throttled, "delayed": _delayed, "recorded": _recorded, "checked": _checked}
+def _faulty(table: Table) -> dict[str, Any]:
+    options = {key: table.integer(key, 0, MILLION, default=0) for key in ("read_per_million", "write_per_million")}
+    options["seed"] = table.integer("seed", 0, 2**63 - 1, default=0)
+    if table.has("deadline_ns"):
+        options["deadline_ns"] = table.integer("deadline_ns", *DEADLINES)
+    return options
+
+
+_READERS = {
+    "throttled": _throttled,
+    "delayed": _delayed,
+    "recorded": _recorded,
+    "checked": _checked,
+    "faulty": _faulty,
+}

@@ -1,0 +1,62 @@
+"""Real drivers on models of hardware: for each kind a platform in which the driver of devices/drivers runs unchanged.
+
+The drivers do not know; what they say of themselves tells (`DeviceInfo.model`). Beside the device under test stands
+this machine's own memory, whose cores and regions the driver needs as on silicon. Every model offers its back door to
+the conformance suite's fault level (devices/conformance/faults.py).
+
+Opened by `tierloop conformance KIND:model`, and by tests; there is no name for a platform file, because nothing that a
+file names is a model by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tierloop.devices.conformance.faults import Ability, offer
+from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.pnm import open_pnm
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.platform import Platform
+from tierloop.devices.regions import Region
+from tierloop.devices.site import Site
+from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
+
+HOST_NBYTES = 256 << 20
+DEADLINE_S = 20
+
+
+def open_modelled(kind: str, site: Site) -> tuple[Platform, str]:
+    """A platform with a real driver on a model of that kind, and the device's name. Raises ConfigurationError."""
+    if kind not in MACHINES:
+        raise ConfigurationError(f"there is no model {kind!r}; {nearest(kind, sorted(MACHINES))}")
+    return MACHINES[kind](site)
+
+
+class PnmBackDoor:
+    """Of the card: it can keep answers back, and leave the bus."""
+
+    abilities: frozenset[Ability] = frozenset({"hang", "unplug"})
+
+    def __init__(self, card: PnmCard) -> None:
+        self._card = card
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        raise NotImplementedError("its protocol has no answer for bytes that are lost")
+
+    def hang(self) -> None:
+        self._card.hold()
+
+    def unplug(self) -> None:
+        self._card.lose()
+
+
+def _pnm(site: Site) -> tuple[Platform, str]:
+    card = PnmCard(PnmParts(engines=4, entries=16, capacity=64 << 20))
+    cpu = open_cpu("cpu0", site, {"capacity": HOST_NBYTES})
+    device = open_pnm("pnm0", site, {"reaches": ["cpu0"], "deadline_ms": 2_000}, window=card.bus())
+    offer(site, "pnm0", PnmBackDoor(card))
+    return Platform("pnm:model", site, {"cpu0": cpu, "pnm0": device}, "cpu0"), "pnm0"
+
+
+MACHINES: dict[str, Callable[[Site], tuple[Platform, str]]] = {"pnm": _pnm}
+"""By the name before `:model`."""

@@ -1,0 +1,158 @@
+"""DEVICE on the command line of `conformance`: a driver, a name with a colon, or the devices of a platform."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.site import Site
+
+if TYPE_CHECKING:
+    from tierloop.devices.conformance import Opener
+    from tierloop.devices.device import Device
+    from tierloop.devices.platform import Platform
+
+FORMS = "a driver, cpu:NODE, gpu:NUMBER, nvme:file=PATH, KIND:model (pnm, …), emu:PROFILE, a platform"
+FILE_NBYTES = 64 << 20
+"""Of a file that stands for a drive and did not exist: it is made, and removed again."""
+_BUS = 64_000_000_000
+
+
+class Target(NamedTuple):
+    """What the suite is run on: `device` names it where the opener makes a platform of several."""
+
+    device: str | None
+    opener: Opener
+    virtual: bool
+
+
+@contextmanager
+def targets(subject: str, chosen: list[str], given: dict[str, Any], clock: str | None) -> Iterator[list[Target]]:
+    """Everything that is to be tested. `given` are options of a driver. Raises ConfigurationError."""
+    from tierloop.devices.registry import list_devices
+
+    kind, colon, rest = subject.partition(":")
+    drivers = [driver.name for driver in list_devices()]
+    if (subject in drivers or colon) and chosen:
+        raise ConfigurationError(f"--device: {subject} is one device; only a platform has several")
+    if subject in drivers:
+        yield [_driver(subject, given, clock)]
+    elif kind == "cpu" and colon:
+        yield [_driver("cpu", {"node": _number(subject, rest), **given}, clock)]
+    elif kind == "gpu" and colon and rest != "model":
+        yield [_driver("gpu", {"device": f"cuda:{_number(subject, rest)}", **given}, clock)]
+    elif kind == "nvme" and rest.startswith("file="):
+        with _file(Path(rest.removeprefix("file="))) as options:
+            yield [_driver("nvme", {**options, **given}, clock)]
+    elif colon and rest == "model":
+        yield [_model(kind, given, clock)]
+    elif kind == "emu" and colon:
+        with tempfile.TemporaryDirectory(prefix="tierloop-") as folder:
+            yield [_profile(rest, Path(folder), given, clock)]
+    else:
+        yield _platform(subject, chosen, given, clock, drivers)
+
+
+def _driver(name: str, given: dict[str, Any], clock: str | None) -> Target:
+    from tierloop.devices.registry import entry
+
+    factory = entry("devices", name)
+    emulated = bool(getattr(factory, "emulated", False))
+
+    def open_device(site: Site) -> Device:
+        opened: Device = factory(f"emu:{name}" if emulated else name, site, dict(given))
+        return opened
+
+    return Target(None, open_device, emulated if clock is None else clock == "virtual")
+
+
+def _model(kind: str, given: dict[str, Any], clock: str | None) -> Target:
+    from tierloop.emulators.modelled import MACHINES, open_modelled
+
+    if kind not in MACHINES:
+        raise ConfigurationError(f"{kind}:model: {nearest(kind, sorted(MACHINES))}")
+    if given:
+        raise ConfigurationError(f"--option: {kind}:model is a driver with a model beneath it, and takes no options")
+    if clock == "virtual":
+        raise ConfigurationError(f"--clock virtual: {kind}:model is a real driver, and has no virtual time")
+
+    def open_machine(site: Site) -> Platform:
+        return open_modelled(kind, site)[0]
+
+    return Target(f"{kind}0", open_machine, False)
+
+
+def _profile(name: str, folder: Path, given: dict[str, Any], clock: str | None) -> Target:
+    """A profile beside host memory, at the end of a link that is faster than it needs to be."""
+    from tierloop.devices.registry import open_platform
+    from tierloop.emulators.profile import FOLDER, find_profile, read_profile
+
+    if given:
+        raise ConfigurationError("--option: a profile says everything of an emulated device")
+    path = find_profile(name)
+    profile = read_profile(path)
+    device = path.stem if path.stem != "host" else "device"
+    driver = f'driver = "emulated"\nprofile = "{path.resolve()}"\n'
+    host = f'driver = "emulated"\nprofile = "{FOLDER / "demo-dram.toml"}"\n'
+    reach = f'reaches."{device}" = ["bus"]\n' if profile.memory is not None and profile.memory.byte_addressable else ""
+    back = 'reaches.host = ["bus"]\n' if profile.executors else ""
+    text = (
+        f'description = "{name} beside host memory"\nclock = "virtual"\nhost = "host"\n'
+        f'[devices.host]\n{host}{reach}[devices."{device}"]\n{driver}{back}'
+        f'[links.bus]\nends = ["host", "{device}"]\nbytes_per_s = {_BUS}\nlatency_ns = 0\n'
+        'source = "defined: no limit"\n'
+    )
+    file = folder / "conformance.toml"
+    file.write_text(text, encoding="utf-8")
+
+    def open_machine(_: Site) -> Platform:
+        return open_platform(file, clock=clock or "virtual")  # type: ignore[arg-type]  # checked by options.clock_kind
+
+    return Target(f"emu:{device}", open_machine, clock != "wall")
+
+
+def _platform(
+    subject: str, chosen: list[str], given: dict[str, Any], clock: str | None, drivers: list[str]
+) -> list[Target]:
+    from tierloop.devices.registry import find_platform, list_platforms, open_platform
+
+    if given:
+        raise ConfigurationError("--option: a platform's file has the options of its devices")
+    platforms = [platform.name for platform in list_platforms()]
+    if subject not in platforms and not subject.endswith(".toml"):
+        raise ConfigurationError(
+            f"{subject!r} is no device and no platform; {nearest(subject, drivers + platforms)}; {FORMS}"
+        )
+    path = find_platform(subject)
+
+    def open_machine(_: Site) -> Platform:
+        return open_platform(path, clock=clock)  # type: ignore[arg-type]  # checked by options.clock_kind
+
+    with open_platform(path, clock=clock) as platform:  # type: ignore[arg-type]  # as above
+        names = {name.removeprefix("emu:"): name for name in platform.devices}
+        wanted = [name.removeprefix("emu:") for name in chosen] or list(names)
+        for name in wanted:
+            if name not in names:
+                raise ConfigurationError(f"--device {name!r}: {nearest(name, list(names))}")
+        return [Target(names[name], open_machine, platform.clock.virtual) for name in wanted]
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[dict[str, Any]]:
+    """Options for a drive that is a file; one that was not there is removed again."""
+    new = not path.exists()
+    try:
+        yield {"path": str(path), **({"capacity": FILE_NBYTES, "create": True} if new else {})}
+    finally:
+        if new:
+            path.unlink(missing_ok=True)
+
+
+def _number(subject: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > 6:
+        raise ConfigurationError(f"{subject!r}: {text!r} is no number; {FORMS}")
+    return int(text)

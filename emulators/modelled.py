@@ -2,7 +2,7 @@
 
 The drivers do not know; what they say of themselves tells (`DeviceInfo.model`). Beside the device under test stands
 this machine's own memory, whose cores and regions the driver needs as on silicon. Every model offers its back door to
-the conformance suite's fault level (devices/conformance/faults.py).
+the conformance suite's fault level (devices/faulty_host.py).
 
 Opened by `tierloop conformance KIND:model`, and by tests; there is no name for a platform file, because nothing that a
 file names is a model by accident.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tierloop.devices.conformance.faults import Ability, offer
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.faulty_host import Ability, offer
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site

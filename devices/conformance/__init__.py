@@ -5,11 +5,11 @@ itself), memory, ordering (and asynchrony), errors, compute (against float64), e
 stateful (any sequence against a dict), faults (hardware that fails).
 """
 
-from tierloop.devices.conformance.faults import FaultyHost, offer
 from tierloop.devices.conformance.report import Comparison, Report, Result
 from tierloop.devices.conformance.runner import LEVELS, NUMBERS, named, run
 from tierloop.devices.conformance.subject import Failure, Opener, Skip
 from tierloop.devices.conformance.suite import Suite
+from tierloop.devices.faulty_host import FaultyHost, offer
 
 __all__ = [
     "LEVELS",

@@ -1,49 +1,26 @@
 """Faults: what a device does when its hardware fails. The vendor offers a back door that makes it fail.
 
-A `FaultyHost` reaches the hardware, or a model of it, without the driver: it makes bytes unreadable, keeps a command
-from coming back, pulls the device out. `site.shared["faults"]` has one per name of a device; whoever opens the device
-puts it there. What a back door cannot do stands outside its `abilities`, and the checks for it are skipped.
+The back door is a `FaultyHost` (devices/faulty_host.py). What it cannot do stands outside its `abilities`, and the
+checks for it are skipped.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal, Protocol
 
 import numpy as np
 
+from tierloop.devices import faulty_host
 from tierloop.devices.commands import Copy, Read
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.subject import Lane, Skip, Subject, expect, refused
 from tierloop.devices.errors import Cancelled, DeviceError, Gone, MediaError, Timeout
+from tierloop.devices.faulty_host import Ability, FaultyHost
 from tierloop.devices.info import MemoryInfo
 from tierloop.devices.regions import Region
-from tierloop.devices.site import Site
 
-Ability = Literal["unreadable", "hang", "unplug"]
-ABILITIES: tuple[Ability, ...] = ("unreadable", "hang", "unplug")
 ROUNDS = 200
 """How often the soak allocates, writes, reads and frees."""
-
-
-class FaultyHost(Protocol):
-    """The back door of one device; `abilities` says which of its methods do something."""
-
-    abilities: frozenset[Ability]
-
-    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
-        """From now on these bytes cannot be read: poison, a worn-out cell. What is written over them stays unread."""
-
-    def hang(self) -> None:
-        """The next command that reaches the hardware does not come back."""
-
-    def unplug(self) -> None:
-        """The device is no longer there."""
-
-
-def offer(site: Site, device: str, host: FaultyHost) -> None:
-    """Put a back door where the checks look for it; an opener calls this."""
-    site.shared.setdefault("faults", {})[device] = host
 
 
 def check_an_unreadable_span_is_a_media_error_and_its_neighbours_are_not(subject: Subject) -> None:
@@ -136,9 +113,9 @@ def check_nothing_is_used_up_by_use(subject: Subject) -> None:
 
 
 def _host(subject: Subject, ability: Ability) -> FaultyHost:
-    host: FaultyHost | None = subject.site.shared.get("faults", {}).get(subject.info.name)
+    host = faulty_host.of(subject.site, subject.info.name)
     if host is None:
-        raise Skip("no back door was offered that makes the device fail (site.shared['faults'])")
+        raise Skip("no back door was offered that makes the device fail")
     if ability not in host.abilities:
         raise Skip(f"the back door cannot do this: {ability}; it can {', '.join(sorted(host.abilities)) or 'nothing'}")
     return host

@@ -1,6 +1,6 @@
 """Faulty: a device that fails on request, or now and then from a seed.
 
-On request it is the back door of the conformance suite's fault level (conformance/faults.py), for devices that have
+On request it is the back door of the conformance suite's fault level (devices/faulty_host.py), for devices that have
 none of their own: `unreadable` bytes end whatever reads them with a MediaError until they are freed, `hang` keeps the
 next command from coming back until its deadline, after which the device is Gone as a real one would be, and `unplug`
 takes the device away.
@@ -19,9 +19,9 @@ import numpy as np
 
 from tierloop.devices.commands import Command, read_segments, verb, write_segments
 from tierloop.devices.completion import Completion
-from tierloop.devices.conformance.faults import ABILITIES, Ability, offer
 from tierloop.devices.device import Device
 from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, Gone, MediaError, Timeout
+from tierloop.devices.faulty_host import ABILITIES, Ability, offer
 from tierloop.devices.info import DeviceInfo
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site

@@ -164,6 +164,7 @@ def test_every_command_and_option_is_documented() -> None:
         "demo",
         "bench",
         "bench attention",
+        "bench devices",
         "bench emulation",
         "calibrate",
         "verify",

@@ -41,6 +41,7 @@ from tierloop.tools.accuracy import accuracy
 from tierloop.tools.archives import archives
 from tierloop.tools.bench import bench
 from tierloop.tools.bench_attention import attention
+from tierloop.tools.bench_devices import devices
 from tierloop.tools.bench_emulation import emulation
 from tierloop.tools.calibrate import calibrate
 from tierloop.tools.compare import compare
@@ -93,6 +94,7 @@ benches = typer.Typer(invoke_without_command=True)
 benches.callback()(bench)
 benches.command("attention")(attention)
 benches.command("emulation")(emulation)
+benches.command("devices")(devices)
 app.add_typer(benches, name="bench")
 
 

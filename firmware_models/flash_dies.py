@@ -244,7 +244,7 @@ def extra_rounds(layout: Layout, tables: Tables, block: int) -> int:
 
 @kernel(types.boolean, TABLES, INT64)
 def is_buffered(tables: Tables, stripe: int) -> bool:
-    """Whether a full stripe still lies in the write buffer."""
+    """Whether a full stripe still lies in the write buffer, and its place is not promised to a later one."""
     buffer, now = tables.buffer, tables.counters[NOW]
     found = False
     for place in range(0, buffer.shape[0], 3):

@@ -6,11 +6,15 @@ reads no clock and depends on nothing else. What a die does for it goes through 
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 from numba import types
 
-from tierloop.devices.kernels.compiled import INT64, TABLE, inline, kernel
+from tierloop.devices.kernels import compiled
+from tierloop.devices.kernels.compiled import INT64, TABLE, inline
 from tierloop.devices.kernels.lanes import prefetch
 from tierloop.firmware_models.flash_dies import (
     INTS,
@@ -66,6 +70,22 @@ from tierloop.firmware_models.flash_state import (
     Tables,
 )
 from tierloop.firmware_models.media import Ranges
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_BENEATH = b"".join(Path(__file__).with_name(f"flash_{part}.py").read_bytes() for part in ("dies", "state"))
+_DIGEST = hashlib.sha256(_BENEATH).hexdigest()[:12]
+
+
+def kernel(returns: Any, *arguments: Any) -> Callable[[_F], _F]:
+    """As in compiled.py; what is kept on disk counts only while the files that these kernels are built on stay as they
+    are, too: Numba looks at the file of the function alone."""
+
+    def decorate(function: _F) -> _F:
+        function.__qualname__ = f"{function.__qualname__}.{_DIGEST}"
+        return compiled.kernel(returns, *arguments)(function)
+
+    return decorate
+
 
 _tuple_of: Any = types.UniTuple
 _ASKED = _tuple_of(INT64, 6)

@@ -262,12 +262,16 @@ class FlashModel:
         return [int(n) for n in self._tables.erases]
 
     @property
-    def history(self) -> tuple[Operation, ...]:
-        """The latest operations of the dies, the oldest first, as many as are remembered."""
-        logged = int(self._counters[LOGGED])
+    def operations(self) -> int:
+        """How many entries the history has had so far, where operations are remembered."""
+        return int(self._counters[LOGGED])
+
+    def history(self, latest: int | None = None) -> tuple[Operation, ...]:
+        """The latest operations of the dies, the oldest first: so many, or all that are remembered."""
         rows = self._tables.log.reshape(-1, LOG_WIDTH)
-        order = range(max(logged - len(rows), 0), logged)
-        found = (rows[i % len(rows)].tolist() for i in order)
+        end = self.operations
+        count = min(len(rows), end) if latest is None else min(latest, len(rows), end)
+        found = (rows[i % len(rows)].tolist() for i in range(end - count, end))
         return tuple(Operation(KINDS[kind], CAUSES[cause], *rest) for kind, cause, *rest in found)
 
     def inject(self, unit: int, times: int = 1) -> None:

@@ -341,11 +341,14 @@ def _retire(layout: Layout, tables: Tables, victim: int) -> None:
 
 @kernel(INT64, LAYOUT, TABLES, INT64)
 def _coldest(layout: Layout, tables: Tables, victim: int) -> int:
-    """The closed block of the victim's die with the fewest erasures, if the victim would have too many more; or -1."""
+    """The closed block of the victim's die with the fewest erasures, if the victim would have too many more; or -1.
+
+    A block without valid units is no cold one: it will be erased soon.
+    """
     first = victim // layout.blocks_per_die * layout.blocks_per_die
     coldest = victim
     for block in range(first, first + layout.main_blocks + layout.reserve_blocks):
-        if tables.closed[block] == 1 and tables.erases[block] < tables.erases[coldest]:
+        if tables.closed[block] == 1 and tables.valid[block] > 0 and tables.erases[block] < tables.erases[coldest]:
             coldest = block
     return coldest if tables.erases[victim] + 1 - tables.erases[coldest] > layout.wear_spread else -1
 

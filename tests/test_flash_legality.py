@@ -49,10 +49,10 @@ class Drive:
 
     def carry_out(self) -> tuple[Operation, ...]:
         """Give the chip what is new in the history."""
-        logged = int(self.model._counters[19])
-        assert logged - self.logged <= REMEMBERED, "remember more"
-        new = self.model.history[len(self.model.history) - (logged - self.logged) :]
-        self.logged = logged
+        count = self.model.operations - self.logged
+        assert count <= REMEMBERED, "remember more"
+        new = self.model.history(latest=count)
+        self.logged += count
         self.chip.carry_out(new)
         self.chip.settled()
         return new
@@ -292,8 +292,10 @@ def test_what_was_overwritten_in_the_cache_is_not_folded() -> None:
 def test_the_oldest_operations_are_forgotten_first() -> None:
     model = FlashModel(SMALL, remembered=3)
     model.access(NOTHING, units((0, 28)))
-    assert [o.die for o in model.history] == [0, 1, 2]
-    assert FlashModel(SMALL).history == ()
+    assert [o.die for o in model.history()] == [0, 1, 2]
+    assert [o.die for o in model.history(latest=2)] == [1, 2]
+    assert model.operations == 7
+    assert FlashModel(SMALL).history() == ()
 
 
 # -- ranges -------------------------------------------------------------------------------------------------------

@@ -393,12 +393,18 @@ def _exchange(layout: Layout, tables: Tables, victim: int, cold: int) -> None:
 
 @kernel(types.boolean, LAYOUT, TABLES, INT64)
 def _collect(layout: Layout, tables: Tables, die: int) -> bool:
-    """Erase the closed block with the fewest valid units and write those again; False if that frees nothing here."""
+    """Erase the closed block with the fewest valid units and write those again; False if that frees nothing here.
+
+    Of equal blocks the first one goes, or where wear is levelled the one with the fewest erasures.
+    """
     valid, closed = tables.valid, tables.closed
     first = die * layout.blocks_per_die
     victim, fewest = -1, layout.slots * layout.stripes_per_block + 1
     for block in range(first, first + layout.main_blocks + layout.reserve_blocks):
-        if closed[block] == 1 and valid[block] < fewest:
+        if closed[block] != 1:
+            continue
+        fresher = layout.wear_spread and valid[block] == fewest and tables.erases[block] < tables.erases[victim]
+        if valid[block] < fewest or fresher:
             victim, fewest = block, valid[block]
     if victim < 0:
         return False

@@ -4,9 +4,9 @@
   takes in a new stripe once the stripe that lay there so many stripes ago has been programmed.
 - `slc_percent`: so many blocks for 100 of the main area, on top of them, are programmed with one of `bits_per_cell`
   bits. They hold that much less, take `slc_program_ns` and `slc_read_ns`, and everything the host writes goes there
-  first. Where a die's cache is full, its oldest block is folded into the main area before the write goes on; a drive
-  that has had nothing to do for `idle_ns` folds by itself. The capacity is that of the main area, whatever the cache
-  holds. Blocks of the cache wear, are counted, and do not fail: one bit per cell lasts far longer than several.
+  first. Where a die's cache is full, its oldest block is folded into the main area, whole, before the write goes on; a
+  drive that has had nothing to do for `idle_ns` folds by itself. The capacity is that of the main area, whatever the
+  cache holds. Erasures of the cache count and never fail: one bit per cell lasts far longer than several.
 - `suspends`: an operation of a die is overtaken by at most so many reads. One that has begun is suspended for that,
   which takes `suspend_ns`; one that waits stands back. Without it, a die serves first come, first served.
 - `rated_cycles`: erasures that a block lasts; `life_spread_percent` is how much longer the luckiest block lasts (by the

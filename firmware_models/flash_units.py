@@ -707,12 +707,15 @@ def access(state: Int64, slots: Int64, owner: Int64, tag: Int64, reads: Ranges, 
     tables.bus_units[:] = 0
     counters[UNTIL] = counters[NOW]
     counters[AT] = max(counters[NOW], counters[ROOM])
-    read = _count_reads(layout, tables, reads, planned)
+    read = written = 0
+    if reads.shape[0]:  # handing over the tables for nothing costs 0.2 µs
+        read = _count_reads(layout, tables, reads, planned)
     if layout.timed:
         settle(layout, tables, _sensing_ns(layout, read), True)
         tables.bus_units[:] = 0
     moved = counters[COLLECTED_UNITS] + counters[FOLDED_UNITS] + counters[LEVELLED_UNITS]
-    written = _count_writes(layout, tables, writes) if planned else _write(layout, tables, writes)
+    if writes.shape[0]:
+        written = _count_writes(layout, tables, writes) if planned else _write(layout, tables, writes)
     if layout.timed:
         settle(layout, tables, _sensing_ns(layout, read), layout.buffer_stripes == 0)
         counters[LAST] = max(counters[LAST], counters[UNTIL])

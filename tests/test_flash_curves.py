@@ -15,6 +15,7 @@ from tierloop.devices.commands import Read, Write
 from tierloop.devices.errors import ConfigurationError, MediaError
 from tierloop.devices.platform import Platform
 from tierloop.emulators.device import EmulatedDevice
+from tierloop.emulators.profile import find_profile, read_profile
 from tierloop.firmware_models.flash import FlashGeometry, FlashModel
 from tierloop.firmware_models.media import NOTHING
 
@@ -144,6 +145,21 @@ def test_a_read_that_comes_while_the_drive_folds_waits_for_its_die() -> None:
     model.advance(took + CLIFF.idle_ns + 100_000)
     assert idle == 20_000 + 4_000
     assert model.access(units((0, 1)), NOTHING).alone_ns > 1_000_000
+
+
+def test_the_client_drive_falls_from_the_rate_of_its_cache_to_that_of_folding() -> None:
+    memory = read_profile(find_profile("nvme-client"), capacity=1 << 33).memory
+    assert memory is not None
+    assert memory.flash is not None
+    model, chunk = FlashModel(memory.flash), 1 << 25
+    times, now = [], 0
+    for start in range(0, 2 * memory.flash.slc_nbytes, chunk):
+        model.advance(now)
+        times.append(model.access(NOTHING, np.array([[start, chunk]])).alone_ns)
+        now += times[-1]
+    fast = memory.flash.slc_nbytes // chunk
+    assert fast * chunk / sum(times[:fast]) > 7  # bytes/ns: more than its link takes
+    assert fast * chunk / sum(times[fast:]) < 1.7  # less than programming several bits per cell
 
 
 # -- suspended programs -------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
     state = controller_state(target, controller)
     if state in ("dead", "deleting", "deleting (no IO)"):
         raise Gone(device, "open", state_advice(controller, state))
+    if state_advice(controller, state):
+        why.append(state_advice(controller, state))
     try:
         drive = Drive(target, controller)
     except OSError as error:
@@ -91,6 +93,8 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
     target = replace(target, grid=identity.lba_nbytes, memory_grid=_MEMORY_GRID, largest=largest, namespace=namespace)
     capacity = _capacity(device, wish, identity)
     target = _read_one(target, namespace)
+    if not wish.direct:
+        why.append("direct = false changes nothing: passthrough never goes through the page cache")
     if not identity.volatile_write_cache:
         why.append("a flush sends nothing: the drive says that it has no volatile write cache")
     if identity.thin:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.drivers.engines import Target
-from tierloop.devices.drivers.ring import Ring, locked_limit
+from tierloop.devices.drivers.ring import locked_limit
 from tierloop.devices.regions import Region
 
 _MOST_BUFFERS = 64
@@ -31,6 +31,13 @@ _LARGEST_BUFFER = 1 << 30
 """What the kernel takes as one buffer."""
 _MOST_REFUSALS = 4
 NO_BUFFER = -1
+
+
+class Registrar(Protocol):
+    """Whoever keeps the table: a ring."""
+
+    def register(self, buffers: list[tuple[int, int]]) -> None:
+        """Put these in the place of what was registered. Raises OSError; then nothing is registered."""
 
 
 class _Entry(NamedTuple):
@@ -44,7 +51,7 @@ class Registrations:
     """The table of one ring; used by the ring's thread, while nothing is in flight."""
 
     def __init__(
-        self, target: Target, ring: Ring, most_nbytes: int, registered: Callable[[Region], None] | None = None
+        self, target: Target, ring: Registrar, most_nbytes: int, registered: Callable[[Region], None] | None = None
     ) -> None:
         self.refusals: list[str] = []
         self.refused = 0

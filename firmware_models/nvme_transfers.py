@@ -80,8 +80,23 @@ def walk(memory: HostMemory, entry: Entry, nbytes: int, page: int, to_host: bool
     if kind == 3 or (kind and not sgl):
         raise Refused(Status.INVALID_FIELD, byte=1)
     if kind:
-        return list(_scatter_gather(memory, entry.data, nbytes, to_host))
-    return list(_pages(memory, entry.prp1, entry.prp2, nbytes, page))
+        return _joined(_scatter_gather(memory, entry.data, nbytes, to_host))
+    return _joined(_pages(memory, entry.prp1, entry.prp2, nbytes, page))
+
+
+def _joined(pieces: Iterator[Piece]) -> list[Piece]:
+    """Pieces that follow each other in memory made one: a host's memory is reached in few, large steps."""
+    made: list[Piece] = []
+    for piece in pieces:
+        if (
+            made
+            and BIT_BUCKET not in (piece.address, made[-1].address)
+            and made[-1].address + made[-1].nbytes == piece.address
+        ):
+            made[-1] = Piece(made[-1].address, made[-1].nbytes + piece.nbytes)
+        else:
+            made.append(piece)
+    return made
 
 
 def _pages(memory: HostMemory, prp1: int, prp2: int, nbytes: int, page: int) -> Iterator[Piece]:

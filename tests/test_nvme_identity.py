@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +35,8 @@ def test_the_tables_become_an_identity() -> None:
 def test_a_drive_that_offers_nothing_says_so() -> None:
     who = identity_of("nvme0", 1, controller_table(), namespace_table())
     assert who.mdts_nbytes == 0
-    assert not (who.volatile_write_cache or who.write_zeroes or who.deallocate)
-    assert not (who.deallocated_reads_zeros or who.zeroes_may_deallocate)
+    assert [who.volatile_write_cache, who.write_zeroes, who.deallocate] == [False] * 3
+    assert [who.deallocated_reads_zeros, who.zeroes_may_deallocate] == [False] * 2
     assert who.write_unit_nbytes == 0
 
 
@@ -62,7 +64,7 @@ def test_a_format_above_the_sixteenth_is_found_by_its_upper_bits() -> None:
     ],
 )
 def test_a_size_that_cannot_be_is_refused_with_what_was_found(
-    controller: dict[str, int], namespace: dict[str, int], kind: type[DeviceError], text: str
+    controller: dict[str, Any], namespace: dict[str, Any], kind: type[DeviceError], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
         identity_of("nvme0", 1, controller_table(**controller), namespace_table(**namespace))

@@ -146,6 +146,7 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
             raise Busy(device, "open", detail, errno.EBUSY) from error
         raise from_os(device, "open", error, f"{node}, to claim the namespace") from error
     undo.callback(close_all, system, {fd})
+    _lock(device, node, fd, system)
     parts = [name for name in names_in(system, folder) if number_in(system, f"{folder}/{name}/partition")]
     if parts:
         why.append(f"{block} has partitions ({', '.join(parts)}), and allocating overwrites them")
@@ -163,18 +164,20 @@ def _open(device: str, wish: Wish, status: FileStatus, system: System, undo: Exi
             made = NoPermission(device, "open", f"{made.detail}; {PERMISSION_HINT}", made.errno)
         raise made from error
     undo.callback(close_all, system, {fd})
+    _lock(device, wish.path, fd, system)
+    if system.fstat(fd) != status:
+        raise Busy(device, "open", f"{wish.path} was replaced while it was being opened")
+    return fd
+
+
+def _lock(device: str, path: str, fd: int, system: System) -> None:
     try:
         system.lock(fd)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            detail = f"{wish.path} belongs to another owner, in this process or another; a medium has one"
+            detail = f"{path} belongs to another owner, in this process or another; a medium has one"
             raise Busy(device, "open", detail, error.errno) from error
-        raise Unsupported(
-            device, "open", f"{wish.path} cannot be locked for one owner: {error}", error.errno
-        ) from error
-    if system.fstat(fd) != status:
-        raise Busy(device, "open", f"{wish.path} was replaced while it was being opened")
-    return fd
+        raise Unsupported(device, "open", f"{path} cannot be locked for one owner: {error}", error.errno) from error
 
 
 def _largest(device: str, system: System, generic: str, identity: Identity) -> int:

@@ -47,11 +47,12 @@ from tierloop.devices.drivers.nvme_status import error_of, is_media, passes
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.drivers.ring import Ring
 from tierloop.devices.drivers.uring import Flight
-from tierloop.devices.errors import DeviceError, Gone, NoPermission
+from tierloop.devices.errors import DeviceError, Gone, NoPermission, Timeout
 from tierloop.devices.regions import Region
 from tierloop.devices.system import address_of, from_os
 
-_AGAIN = (errno.EAGAIN, errno.EINTR)
+_MOST_CANCELLED = 3
+"""Tries of a command that the kernel gave up: each may have taken its whole timeout, 30 s unless it was set."""
 _DEAD = ("dead", "deleting", "deleting (no IO)")
 _ERROR_ENTRY = struct.Struct("<QHHHHQI36x")
 """One entry of the error log: count, queue, command, status, parameter, block, namespace."""
@@ -70,10 +71,10 @@ class Judge:
         self._target = target
         self._namespace = namespace
 
-    def refusal(self, op: str, result: int, offset: int, nbytes: int) -> tuple[DeviceError, bool]:
-        """The error that a result stands for (a status, or minus an errno), and whether to try again."""
+    def refusal(self, op: str, result: int, offset: int, nbytes: int, tries: int = 0) -> tuple[DeviceError, bool]:
+        """The error that a result stands for (a status, or minus an errno), and whether to try once more."""
         if result < 0:
-            return self.unheard(op, -result, f"{nbytes} bytes at offset {offset} of the medium")
+            return self.unheard(op, -result, f"{nbytes} bytes at offset {offset} of the medium", tries)
         target, shift = self._target, self._namespace.shift
         first, last = offset >> shift, (offset + nbytes - 1) >> shift
         where = f"blocks {first} to {last}" if last > first else f"block {first}"
@@ -85,22 +86,25 @@ class Judge:
                 where = f"one LBA of {where}"
         return error_of(target.device, op, result, where), passes(result)
 
-    def unsynced(self, result: int) -> tuple[DeviceError, bool]:
+    def unsynced(self, result: int, tries: int = 0) -> tuple[DeviceError, bool]:
         """The same for a flush."""
         detail = "writes since the last good flush may be lost, write them again"
         if result < 0:
-            return self.unheard("flush", -result, detail)
+            return self.unheard("flush", -result, detail, tries)
         return error_of(self._target.device, "flush", result, detail), passes(result)
 
-    def unheard(self, op: str, number: int, detail: str) -> tuple[DeviceError, bool]:
-        """The error for a command that never reached the drive, and whether to try again."""
+    def unheard(self, op: str, number: int, detail: str, tries: int = 0) -> tuple[DeviceError, bool]:
+        """The error for a command that the drive never answered, and whether to try once more."""
         target = self._target
+        if number == errno.EINTR:
+            detail = f"{detail}: the kernel gave the command up: its time was over, or the controller was reset"
+            return Timeout(target.device, op, detail, number), tries < _MOST_CANCELLED
         if number == errno.EIO and (state := controller_state(target, self._namespace.controller)) in _DEAD:
             return Gone(target.device, op, f"{detail}: {self._namespace.controller} is {state}", number), False
         made = from_os(target.device, op, OSError(number, ""), detail)
         if isinstance(made, NoPermission):
             made = NoPermission(target.device, op, f"{made.detail}; {PERMISSION_HINT}", number)
-        return made, number in _AGAIN
+        return made, number == errno.EAGAIN
 
     def _failed_block(self, status: int, first: int, last: int) -> int | None:
         """The block that the newest fitting entry of the drive's error log names."""
@@ -145,6 +149,10 @@ class CommandEntries(Judge):
             self._target.fd, URING_IO, 0, PAYLOAD.pack(*NvmeCommand(FLUSH, self._namespace.nsid).fields())
         )
         return True
+
+
+_Judged = Callable[[int, int], tuple[DeviceError, bool]]
+"""(result, tries before) → the error, and whether to try once more."""
 
 
 class IoctlEngine:
@@ -199,13 +207,13 @@ class IoctlEngine:
                 if not write:
                     host_bytes(host, nbytes)[:] = host_bytes(address, nbytes)
 
-    def _judged(self, op: str, offset: int, nbytes: int, result: int) -> tuple[DeviceError, bool]:
-        return self._judge.refusal(op, result, offset, nbytes)
+    def _judged(self, op: str, offset: int, nbytes: int, result: int, tries: int) -> tuple[DeviceError, bool]:
+        return self._judge.refusal(op, result, offset, nbytes, tries)
 
     def _flush(self) -> None:
         self._one("flush", NvmeCommand(FLUSH, self._namespace.nsid), self._judge.unsynced)
 
-    def _one(self, op: str, command: NvmeCommand, judged: Callable[[int], tuple[DeviceError, bool]]) -> None:
+    def _one(self, op: str, command: NvmeCommand, judged: _Judged) -> None:
         target = self._target
         tries = 0
         while True:
@@ -217,7 +225,7 @@ class IoctlEngine:
                 result = -(error.errno or errno.EIO)
             if not result:
                 return
-            made, again = judged(result)
+            made, again = judged(result, tries)
             tries += 1
             if not again or tries > target.retries:
                 raise made
@@ -244,18 +252,20 @@ def tried(
     answer: list[int] = []
 
     def call(kept: mmap.mmap | None = memory) -> None:
-        for tries in range(1, target.retries + 2):
-            number = 0
+        tries = 0
+        while True:
             try:
                 result = issue(target.system, target.fd, command, admin)
             except OSError as error:
-                number, result = error.errno or errno.EIO, -1
-            if number not in _AGAIN and not (result > 0 and passes(result)):
-                break
+                made, again = judge.unheard(op, error.errno or errno.EIO, name_of_command(command, admin), tries)
+                if not again or tries >= target.retries:
+                    raise made from error
+            else:
+                if not passes(result) or tries >= target.retries:
+                    answer.append(result)
+                    return
+            tries += 1
             back_off(target, tries)
-        if number:
-            raise judge.unheard(op, number, name_of_command(command, admin))[0]
-        answer.append(result)
 
     patiently(target, op, call)
     return answer[0]

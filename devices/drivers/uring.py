@@ -87,10 +87,10 @@ class Entries(Protocol):
     def sync(self, ring: Ring) -> bool:
         """Push, as user data 0, what makes finished writes durable; False if nothing is needed for that."""
 
-    def refusal(self, op: str, result: int, offset: int, nbytes: int) -> tuple[DeviceError, bool]:
-        """The error that a result stands for, and whether the same transfer may be tried again."""
+    def refusal(self, op: str, result: int, offset: int, nbytes: int, tries: int) -> tuple[DeviceError, bool]:
+        """The error that a result stands for, and whether the same transfer may be tried again after so many tries."""
 
-    def unsynced(self, result: int) -> tuple[DeviceError, bool]:
+    def unsynced(self, result: int, tries: int) -> tuple[DeviceError, bool]:
         """The same for `sync`."""
 
 
@@ -114,10 +114,10 @@ class FileEntries:
         ring.push(FSYNC, self._target.fd, 0, 0, 0, 0, op_flags=DATASYNC)
         return True
 
-    def refusal(self, op: str, result: int, offset: int, nbytes: int) -> tuple[DeviceError, bool]:
+    def refusal(self, op: str, result: int, offset: int, nbytes: int, tries: int) -> tuple[DeviceError, bool]:
         return lost(self._target, op, -result, offset, nbytes), -result in (errno.EAGAIN, errno.EINTR)
 
-    def unsynced(self, result: int) -> tuple[DeviceError, bool]:
+    def unsynced(self, result: int, tries: int) -> tuple[DeviceError, bool]:
         return unsynced(self._target, -result), -result in (errno.EAGAIN, errno.EINTR)
 
 
@@ -221,7 +221,7 @@ class UringEngine:
             ((_, _, result),) = self._wait("flush", 1)
             if result == 0 or (result > 0 and self._entries.counts_bytes):
                 return
-            error, again = self._entries.unsynced(result)
+            error, again = self._entries.unsynced(result, tries - 1)
             if not again or tries > self._target.retries:
                 raise error
             self.counts.retried += 1
@@ -260,7 +260,7 @@ class UringEngine:
         """A transfer that failed or stopped short: set it up for what is left, or say why not."""
         target, offset, left = self._target, flight.offset, flight.left
         if result < 0 or not self._entries.counts_bytes:
-            error, again = self._entries.refusal(op, result, offset, left)
+            error, again = self._entries.refusal(op, result, offset, left, flight.tries)
             if not again or flight.tries >= target.retries:
                 return error
             self.counts.retried += 1

@@ -68,6 +68,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.placement import Placements
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
@@ -121,6 +122,7 @@ class NvmeDevice:
         self._gone = ""
         self._closing = False
         self._useful_nbytes = 0
+        self._placements = Placements.of(site)
         warnings, self._read_only = condition(medium.drive)
         medium.why += warnings
         self._crew = Crew(
@@ -289,7 +291,8 @@ class NvmeDevice:
             raise Unsupported(self._name, op, self._read_only)
 
     def _registered(self, region: Region) -> None:
-        """Called by workers when a region's pages have been pinned."""
+        """Called by workers when a region's pages have been pinned, which may have moved them."""
+        self._placements.registered(region)
 
     def _placed(self, nbytes: int, offset: int) -> Region:
         region = self._arena.add(nbytes)

@@ -85,7 +85,10 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
         if error.errno in (errno.ENOTTY, errno.EINVAL):
             detail = f"{wish.path} does not take NVMe requests for a namespace; /dev/ngXnY does"
             raise Unsupported(device, "open", detail, error.errno) from error
-        raise from_os(device, "open", error, wish.path) from error
+        made = from_os(device, "open", error, wish.path)
+        if isinstance(made, NoPermission):
+            made = NoPermission(device, "open", f"{made.detail}; {PERMISSION_HINT}", error.errno)
+        raise made from error
     identity = drive.identity
     shift = identity.lba_nbytes.bit_length() - 1
     namespace = Namespace(identity.nsid, shift, identity.volatile_write_cache, controller)

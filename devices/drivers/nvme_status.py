@@ -15,6 +15,7 @@ from tierloop.devices.errors import (
     NoPermission,
     OutOfRange,
     ProtocolError,
+    Timeout,
     Unsupported,
 )
 
@@ -69,7 +70,7 @@ _PASSING = frozenset({0x005, 0x006, 0x007, 0x008, 0x021, 0x022, 0x024, 0x082, 0x
 _KINDS: dict[int, type[DeviceError]] = {
     0x005: Busy,
     0x006: MediaError,
-    0x007: Busy,
+    0x007: Timeout,
     0x008: Busy,
     0x00B: Gone,
     0x01D: Busy,
@@ -98,6 +99,11 @@ def name_of(status: int) -> str:
 def passes(status: int) -> bool:
     """Whether the same command may well succeed if it is tried again."""
     return status & _CODE in _PASSING and not status & DO_NOT_RETRY
+
+
+def gave_up(status: int) -> bool:
+    """Whether somebody ended the command before its time: an abort, or a reset of the controller."""
+    return status & _CODE in (0x007, 0x371)
 
 
 def is_media(status: int) -> bool:

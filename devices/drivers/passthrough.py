@@ -43,7 +43,7 @@ from tierloop.devices.drivers.nvme_commands import (
     issue,
     on_blocks,
 )
-from tierloop.devices.drivers.nvme_status import error_of, is_media, passes
+from tierloop.devices.drivers.nvme_status import error_of, gave_up, is_media, passes
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.drivers.ring import Ring
 from tierloop.devices.drivers.uring import Flight
@@ -84,14 +84,14 @@ class Judge:
                 where = f"LBA {bad}" + (f" (of {where})" if last > first else "")
             else:
                 where = f"one LBA of {where}"
-        return error_of(target.device, op, result, where), passes(result)
+        return error_of(target.device, op, result, where), _again(result, tries)
 
     def unsynced(self, result: int, tries: int = 0) -> tuple[DeviceError, bool]:
         """The same for a flush."""
         detail = "writes since the last good flush may be lost, write them again"
         if result < 0:
             return self.unheard("flush", -result, detail, tries)
-        return error_of(self._target.device, "flush", result, detail), passes(result)
+        return error_of(self._target.device, "flush", result, detail), _again(result, tries)
 
     def unheard(self, op: str, number: int, detail: str, tries: int = 0) -> tuple[DeviceError, bool]:
         """The error for a command that the drive never answered, and whether to try once more."""
@@ -233,6 +233,10 @@ class IoctlEngine:
             back_off(target, tries)
 
 
+def _again(status: int, tries: int) -> bool:
+    return passes(status) and (tries < _MOST_CANCELLED or not gave_up(status))
+
+
 def controller_state(target: Target, controller: str) -> str:
     """What the kernel says of a controller: live, resetting, connecting, deleting, dead; empty if nothing."""
     try:
@@ -261,7 +265,7 @@ def tried(
                 if not again or tries >= target.retries:
                     raise made from error
             else:
-                if not passes(result) or tries >= target.retries:
+                if not _again(result, tries) or tries >= target.retries:
                     answer.append(result)
                     return
             tries += 1

@@ -60,13 +60,17 @@ class Time:
 
 @dataclass(eq=False)
 class Request:
-    """A command in the driver's hands. `status` is None until it has ended; `cancelled` ones were given up."""
+    """A command in the driver's hands. `status` is None until it has ended; `cancelled` ones were given up.
+
+    `owner` is whose memory it uses.
+    """
 
     entry: Entry
     address: int = 0
     nbytes: int = 0
     timeout_ns: int = IO_TIMEOUT_NS
     done: Callable[[Request], None] = field(default=lambda request: None)
+    owner: object = None
     status: int | None = None
     result: int = 0
     cancelled: bool = False
@@ -119,7 +123,10 @@ class _Pair:
 
 
 class NvmeHost:
-    """Drives one controller; see the top of the file. `queues` pairs for input and output take requests in turn."""
+    """Drives one controller; see the top of the file. `queues` pairs for input and output take requests in turn.
+
+    `owner` is whoever starts requests at present (a ring); `disown` takes the memory of its requests away.
+    """
 
     def __init__(
         self,
@@ -134,6 +141,7 @@ class NvmeHost:
         self._reachable = reachable
         depth = min(depth, controller.figures.queue_entries)
         self._pairs = [_Pair(qid, 32 if qid == 0 else depth, reachable) for qid in range(1 + queues)]
+        self.owner: object = None
         self._turn = 0
         self._resets = 0
         self._start()
@@ -171,6 +179,14 @@ class NvmeHost:
         """Let time pass until the request has ended; it ends at the latest by its timeout."""
         while request.status is None:
             self.wait_some()
+
+    def disown(self, owner: object) -> None:
+        """The memory of an owner's requests must not be touched any more: what is in flight fails to move data."""
+        for pair in self._pairs:
+            for request in pair.flying.values():
+                if request.owner is owner:
+                    self._release(request)
+            pair.backlog = deque(request for request in pair.backlog if request.owner is not owner)
 
     def wait_some(self) -> None:
         """Let time pass until something happens."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,7 +31,8 @@ from tierloop.devices.errors import (
 )
 from tierloop.devices.regions import Region
 from tierloop.emulators.kernel import Absent
-from tierloop.emulators.kernel_nvme import GenericNode, nvme_machine
+from tierloop.emulators.kernel_nvme import nvme_machine
+from tierloop.emulators.kernel_nvme_nodes import GenericNode
 from tierloop.firmware_models.nvme_identify import NvmeFigures
 
 KIB = 1024
@@ -307,12 +310,21 @@ def test_a_drive_that_is_pulled_out_is_gone_and_closes(rig: Rig, region: Region)
 def test_a_command_that_is_held_times_out_in_a_ring_and_its_memory_is_kept() -> None:
     rig = on_drive(io="io_uring", deadline_s=SHORT_S)
     region = rig.device.alloc(4096)
+    rig.write(region.all(), bytes_of(1, 4096))
     rig.machine.hold()
-    into = buffer(4096)
-    error = rig.error_of(Read(region.all(), into))
-    assert isinstance(error, Timeout)
+    room = buffer(4096)
+    memory = weakref.ref(room.base)
+    assert isinstance(rig.error_of(Read(region.all(), room)), Timeout)
     with pytest.raises(Gone):
-        rig.device.submit(Read(region.all(), into))
+        rig.device.submit(Read(region.all(), room))
+    rig.site.checker = None
+    rig.device.close()
+    rig.opened.clear()
+    del room
+    gc.collect()
+    kept = memory()
+    assert kept is not None
+    assert rig.machine.open_fds > 0
     rig.close()
 
 
@@ -424,6 +436,12 @@ def test_a_missing_permission_comes_with_what_would_give_it(call: str, number: i
     rig.machine.fail_next(call, number)
     with pytest.raises(NoPermission, match="CAP_SYS_ADMIN"):
         rig.open()
+
+
+def test_more_depth_than_the_kernel_keeps_is_noted() -> None:
+    rig = on_drive(depth=4000)
+    assert "depth = 4000: the kernel keeps 127 requests" in rig.device.info.notes["why"]
+    rig.close()
 
 
 def test_the_node_of_a_controller_is_no_medium() -> None:

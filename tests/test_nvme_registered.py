@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import host_memory
+from tests.nvme_rig import Rig, bytes_of, host_memory, on_drive
+from tierloop.devices.commands import Copy, Read
 from tierloop.devices.drivers.engines import Target
 from tierloop.devices.drivers.registered import Registrations
+from tierloop.devices.placement import Placement, Placements
 from tierloop.devices.regions import Region
 
 KIB = 1024
@@ -181,3 +185,86 @@ def test_an_index_always_names_the_memory_it_was_given_for(steps: list[tuple[int
         assert sum(nbytes for _, nbytes in table.buffers) == known.pinned_nbytes <= MOST
         freed = {id(r) for r in held if r.freed}
         assert not freed or len(table.buffers) <= 1 + sum(not r.freed for r in held)
+
+
+# Through the driver, on the block device of a modelled drive
+
+
+def mapped(nbytes: int) -> Region:
+    """A region of host memory that begins with a page, so that nothing is bounced."""
+    return Region("dram", "dram", 0, nbytes, view=np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = on_drive(path="/dev/nvme0n1", io="io_uring", register=True, reaches=["dram"], queues=1)
+    yield made
+    made.close()
+
+
+def test_copies_to_host_mapped_memory_go_through_registered_buffers(rig: Rig) -> None:
+    dram = mapped(256 * KIB)
+    assert dram.view is not None
+    region = rig.device.alloc(256 * KIB)
+    dram.view[:] = bytes_of(1, 256 * KIB)
+    rig.run(Copy(dram.all(), region.all()))
+    assert rig.device.counts.fixed == rig.device.counts.transfers == 2
+    assert rig.device.counts.bounced_nbytes == 0
+    dram.view[:] = 0
+    rig.run(Copy(region.all(), dram.all()))
+    assert np.array_equal(dram.view, bytes_of(1, 256 * KIB))
+    assert rig.device.counts.fixed == 4
+
+
+def test_the_bounce_buffer_is_registered(rig: Rig) -> None:
+    region = rig.device.alloc(256 * KIB)
+    into = np.zeros(256 * KIB + 4097, dtype=np.uint8)
+    start = -into.__array_interface__["data"][0] % 4096 + 1
+    rig.run(Read(region.all(), into[start : start + 256 * KIB]))
+    assert rig.device.counts.fixed == 2
+    assert rig.device.counts.bounced_nbytes == 256 * KIB
+
+
+def test_buffers_of_reads_and_writes_are_not_registered(rig: Rig) -> None:
+    region = rig.device.alloc(4096)
+    room = np.zeros(8192, dtype=np.uint8)
+    start = -room.__array_interface__["data"][0] % 4096
+    rig.run(Read(region.all(), room[start : start + 4096]))
+    assert rig.device.counts.fixed == 0
+
+
+def test_a_refused_registration_is_counted_and_noted_and_the_copy_ends_well(rig: Rig) -> None:
+    dram = mapped(4096)
+    region = rig.device.alloc(4096)
+    rig.machine.fail_next("syscall", errno.ENOMEM)
+    rig.run(Copy(region.all(), dram.all()))
+    assert rig.device.counts.unregistered == 1
+    assert rig.device.counts.fixed == 0
+    assert "could not be registered with io_uring (ENOMEM" in rig.device.info.notes["why"]
+
+
+def test_a_registered_region_is_looked_at_where_its_pages_lie(rig: Rig) -> None:
+    dram = mapped(4096)
+    places = Placements.of(rig.site)
+    places.offer("dram", lambda region: Placement(region, frozenset({0}), {1: 1}))
+    rig.run(Copy(rig.device.alloc(4096).all(), dram.all()))
+    (moved,) = places.moved
+    assert moved.occasion == "registration"
+    assert moved.placement.region is dram
+
+
+def test_nothing_is_registered_unless_that_was_asked_for(rig: Rig) -> None:
+    rig.open(register=False)
+    rig.run(Copy(rig.device.alloc(4096).all(), mapped(4096).all()))
+    assert rig.device.counts.fixed == 0
+
+
+def test_memory_that_was_freed_and_made_again_is_not_taken_for_the_old_one(rig: Rig) -> None:
+    region = rig.device.alloc(64 * KIB)
+    for seed in range(5):
+        dram = mapped(64 * KIB)
+        assert dram.view is not None
+        dram.view[:] = bytes_of(seed, 64 * KIB)
+        rig.run(Copy(dram.all(), region.all()))
+        assert np.array_equal(rig.read(region.all()), bytes_of(seed, 64 * KIB))
+        dram.freed, dram.view = True, None

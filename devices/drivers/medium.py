@@ -34,7 +34,8 @@ class Medium:
     """An opened, locked medium of `capacity` usable bytes; `target` is for transfers, `control` holds the lock.
 
     `why` lists what was wished for and is not so. `bus_address` and `numa_node` come from sysfs, None if not there;
-    `drive` is there where the kernel passes commands to an NVMe drive on.
+    `in_flight` is how many requests the kernel keeps at a disk; `drive` is there where the kernel passes commands to an
+    NVMe drive on.
     """
 
     path: str
@@ -47,6 +48,7 @@ class Medium:
     bus_address: str | None = None
     numa_node: int | None = None
     drive: Drive | None = None
+    in_flight: int | None = None
     _zeroing: list[int] = field(default_factory=lambda: [ZERO_RANGE, PUNCH_HOLE])
 
     def zero(self, offset: int, nbytes: int) -> None:

@@ -136,6 +136,8 @@ class NvmeDevice:
             _REGISTERED_NBYTES if options.register else 0,
             self._registered,
         )
+        if medium.in_flight is not None and options.depth > medium.in_flight:
+            medium.why.append(f"depth = {options.depth}: the kernel keeps {medium.in_flight} requests at this disk")
         self._why = medium.why + self._crew.why
         self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
         self._arena = Arena(name, self._info.memories[0], self._extents.grid)

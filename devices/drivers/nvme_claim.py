@@ -113,6 +113,7 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
         why,
         _address(system, folder) if controller else None,
         number_in(system, f"{folder}/numa_node") if controller else None,
+        in_flight=number_in(system, f"/sys/block/{block_name(generic)}/queue/nr_requests"),
     )
 
 

@@ -46,6 +46,7 @@ class NamespaceMedium:
     bus_address: str | None = None
     numa_node: int | None = None
     direct: bool = True
+    in_flight: int | None = None
 
     def __post_init__(self) -> None:
         self._judge = Judge(self.target, self.namespace)

@@ -28,7 +28,7 @@ from tierloop.devices.drivers.engines import Target
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import in_use
+from tierloop.devices.drivers.nvme_drives import in_use, number_in
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
@@ -59,6 +59,10 @@ def _open_file(device: str, wish: Wish, found: FileStatus | None, system: System
     medium.bus_address, medium.numa_node = _place(system, status)
     if status.kind == "block device":
         _question(medium, system)
+        medium.in_flight = number_in(system, f"{_queue_folder(status)[0]}/queue/nr_requests")
+        largest = (number_in(system, f"{_queue_folder(status)[0]}/queue/max_hw_sectors_kb") or 0) * 1024
+        if PAGE <= largest < target.largest:
+            medium.target = replace(medium.target, largest=largest // PAGE * PAGE)
     if not wish.direct:
         medium.why.append("O_DIRECT was not asked for")
     elif (refused := _go_direct(medium, undo)) is not None:

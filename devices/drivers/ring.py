@@ -84,6 +84,7 @@ class Ring:
         self._cq_at = cq[5]
         for i in range(self.entries):
             self._words[sq[6] // 4 + i] = i
+        self._registered = False
         self._wait = bytearray(EXTENDED_WAIT.size)
         self._wait_at = address_of(self._wait)
 
@@ -119,12 +120,14 @@ class Ring:
         Raises OSError: ENOMEM (RLIMIT_MEMLOCK), EFAULT, EINVAL, EOPNOTSUPP (memory that cannot be pinned); then nothing
         is registered any more.
         """
-        with suppress(OSError):  # ENXIO: nothing was
+        if self._registered:
+            self._registered = False
             self._system.syscall(SYS_IO_URING_REGISTER, self._fd, UNREGISTER_BUFFERS, 0, 0)
         if buffers:
             vectors = bytearray(struct.pack(f"={2 * len(buffers)}Q", *(word for pair in buffers for word in pair)))
             call = (self._fd, REGISTER_BUFFERS, address_of(vectors), len(buffers))
             self._system.syscall(SYS_IO_URING_REGISTER, *call)
+            self._registered = True
 
     def enter(self, wait_for: int, timeout_s: float) -> None:
         """Hand everything pushed to the kernel and wait for `wait_for` completions, at most timeout_s.

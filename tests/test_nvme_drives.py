@@ -65,7 +65,7 @@ def test_a_namespace_under_multipath_is_listed_with_each_controller() -> None:
 /sys/class/nvme-generic/ng0n1 -> ../../devices/virtual/nvme-subsystem/nvme-subsys0/ng0n1
 """)
     kernel = ModelKernel(tree)
-    assert controllers_of(kernel, "ng0n1") == ["nvme0", "nvme1"]
+    assert controllers_of(kernel, "/sys/class/nvme-generic/ng0n1") == ["nvme0", "nvme1"]
     assert [(d.controller, d.state, [n.generic for n in d.namespaces]) for d in nvme_drives(kernel)] == [
         ("nvme0", "live", ["/dev/ng0n1"]),
         ("nvme1", "connecting", ["/dev/ng0n1"]),

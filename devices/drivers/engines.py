@@ -34,6 +34,11 @@ from tierloop.devices.system import System, from_os
 LARGEST_TRANSFER = 512 * 1024
 """Bytes per transfer. Larger vectored reads were seen to fail with EAGAIN after a part was moved (liburing #766)."""
 
+DEAD = ("dead", "deleting", "deleting (no IO)")
+"""States of a controller that nothing leads out of."""
+UNCLEAR = (errno.EIO, errno.EINVAL, errno.EAGAIN, errno.EINTR)
+"""Answers that may mean that the drive is gone."""
+
 _BACKOFF_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3, 5e-3)
 """How long to wait before try 1, 2, …, 6 and later ones, where nothing else is in flight to wait for."""
 
@@ -84,7 +89,7 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 
 class Namespace(NamedTuple):
-    """What commands to a namespace need: its number, its block size as a power of two, the controller that errors name.
+    """What commands to a namespace need: its number, its block size as a power of two, and whether to flush.
 
     `flushes` is False where the drive has no volatile write cache.
     """
@@ -92,7 +97,6 @@ class Namespace(NamedTuple):
     nsid: int
     shift: int
     flushes: bool
-    controller: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Target:
     """What an engine works on: descriptor, grids in bytes (powers of two), and whom errors name.
 
     `largest` is the largest single transfer, `direct` says that the page cache has no part in it, and `namespace` that
-    the descriptor is one of NVMe passthrough.
+    the descriptor is one of NVMe passthrough. `controllers` are those of an NVMe drive whose state sysfs shows.
     """
 
     device: str
@@ -114,6 +118,7 @@ class Target:
     largest: int = LARGEST_TRANSFER
     direct: bool = False
     namespace: Namespace | None = None
+    controllers: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -146,8 +151,29 @@ def host_bytes(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
+def controller_state(system: System, controller: str) -> str:
+    """What the kernel says of an NVMe controller: live, resetting, connecting, deleting, dead; empty if it has none."""
+    try:
+        return system.read_text(f"/sys/class/nvme/{controller}/state")
+    except OSError:
+        return ""
+
+
+def departed(target: Target) -> str:
+    """Why nothing will reach the drive any more, if that is what sysfs shows; empty otherwise.
+
+    The kernel answers a transfer to a drive that is gone with EIO, EINVAL or EAGAIN, depending on the way it took.
+    """
+    states = [controller_state(target.system, each) for each in target.controllers]
+    if not states or any(state not in ("", *DEAD) for state in states):
+        return ""
+    return f"{target.controllers[0]} is {states[0] or 'not there any more'}"
+
+
 def lost(target: Target, op: str, number: int, offset: int, nbytes: int) -> DeviceError:
     """The error for a transfer that the system refused with this errno."""
+    if number in UNCLEAR and (why := departed(target)):
+        return Gone(target.device, op, f"{nbytes} bytes at offset {offset} of the medium: {why}", number)
     return from_os(target.device, op, OSError(number, ""), f"{nbytes} bytes at offset {offset} of the medium")
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from tierloop.devices.drivers.deadlines import Stuck
-from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Namespace, Target, room
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Namespace, Target, controller_state, departed, room
 from tierloop.devices.drivers.medium import PAGE, close_all
 from tierloop.devices.drivers.nvme_commands import MOST_BLOCKS
 from tierloop.devices.drivers.nvme_drive import Drive
@@ -32,11 +32,12 @@ from tierloop.devices.drivers.nvme_drives import (
     in_use,
     names_in,
     number_in,
+    place_of,
     state_advice,
 )
 from tierloop.devices.drivers.nvme_identity import Identity
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
-from tierloop.devices.drivers.passthrough import PERMISSION_HINT, IoctlEngine, controller_state
+from tierloop.devices.drivers.passthrough import PERMISSION_HINT, IoctlEngine
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import (
     Busy,
@@ -67,18 +68,23 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
         raise Unsupported(
             device, "open", f"{wish.path} is a character device, but not the node of an NVMe namespace (/dev/ngXnY)"
         )
-    controller = next(iter(controllers_of(system, generic)), "")
+    folder = f"/sys/class/nvme-generic/{generic}"
+    controllers = tuple(name for name in controllers_of(system, folder) if controller_state(system, name))
     why: list[str] = []
     claims = _claim(device, generic, system, undo, why)
     fd = _open(device, wish, status, system, undo)
-    target = Target(device, system, fd, PAGE, PAGE, wish.deadline_s, wish.retries, threading.Event(), direct=True)
-    state = controller_state(target, controller)
-    if state in ("dead", "deleting", "deleting (no IO)"):
-        raise Gone(device, "open", state_advice(controller, state))
-    if state_advice(controller, state):
-        why.append(state_advice(controller, state))
+    target = Target(
+        *(device, system, fd, PAGE, PAGE, wish.deadline_s, wish.retries, threading.Event()),
+        direct=True,
+        controllers=controllers,
+    )
+    for name in controllers:
+        if advice := state_advice(name, controller_state(system, name)):
+            why.append(advice)
+    if departed(target):
+        raise Gone(device, "open", "; ".join(why))
     try:
-        drive = Drive(target, controller)
+        drive = Drive(target)
     except OSError as error:
         if isinstance(error, DeviceError):
             raise
@@ -91,7 +97,7 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
         raise made from error
     identity = drive.identity
     shift = identity.lba_nbytes.bit_length() - 1
-    namespace = Namespace(identity.nsid, shift, identity.volatile_write_cache, controller)
+    namespace = Namespace(identity.nsid, shift, identity.volatile_write_cache)
     largest = _largest(device, system, generic, identity)
     target = replace(target, grid=identity.lba_nbytes, memory_grid=_MEMORY_GRID, largest=largest, namespace=namespace)
     capacity = _capacity(device, wish, identity)
@@ -102,17 +108,9 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
         why.append("a flush sends nothing: the drive says that it has no volatile write cache")
     if identity.thin:
         why.append("the namespace is thinly provisioned: what was allocated may still find no room when it is written")
-    folder = f"/sys/class/nvme/{controller}"
     return NamespaceMedium(
-        wish.path,
-        claims,
-        capacity,
-        target,
-        namespace,
-        drive,
-        why,
-        _address(system, folder) if controller else None,
-        number_in(system, f"{folder}/numa_node") if controller else None,
+        *(wish.path, claims, capacity, target, namespace, drive, why),
+        *place_of(system, controllers),
         in_flight=number_in(system, f"/sys/block/{block_name(generic)}/queue/nr_requests"),
     )
 
@@ -229,10 +227,3 @@ def _read_one(target: Target, namespace: Namespace) -> Target:
             if grid == PAGE or error.errno != errno.EINVAL:
                 raise
     raise AssertionError("the second read returns or raises")
-
-
-def _address(system: System, folder: str) -> str | None:
-    try:
-        return system.read_text(f"{folder}/address")
-    except OSError:
-        return None

@@ -31,13 +31,13 @@ _TABLE_NBYTES = 4096
 class Drive:
     """Asks the drive behind `target.fd`; `identity` was read and checked when it was made."""
 
-    def __init__(self, target: Target, controller: str) -> None:
+    def __init__(self, target: Target) -> None:
         """Raises ProtocolError, Unsupported (a format), NoPermission, Gone, Timeout; OSError if it is no NVMe node."""
         self._target = target
         nsid = target.system.ioctl(target.fd, NVME_ID, bytearray(8))
         if not 1 <= nsid < 0xFFFFFFFF:
             raise ProtocolError(target.device, "open", f"namespace number {nsid:#x}; 1 to 0xfffffffe can be")
-        self._judge = Judge(target, Namespace(nsid, 0, False, controller))
+        self._judge = Judge(target, Namespace(nsid, 0, False))
         tables = [
             self._ask("identify", partial(identify, what, of), _TABLE_NBYTES)
             for what, of in ((IDENTIFY_CONTROLLER, 0), (IDENTIFY_NAMESPACE, nsid))

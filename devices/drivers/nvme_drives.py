@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierloop.devices.system import System, resolved
@@ -67,9 +68,9 @@ def block_name(generic: str) -> str | None:
     return f"nvme{found[1]}n{found[2]}" if found else None
 
 
-def controllers_of(system: System, generic: str) -> list[str]:
-    """The controllers that a generic node's namespace is reached through, by name; several under multipath."""
-    folder = resolved(system, f"/sys/class/nvme-generic/{generic}")
+def controllers_of(system: System, folder: str) -> list[str]:
+    """The controllers that a node of a namespace (its folder in sysfs) is reached through; several under multipath."""
+    folder = resolved(system, folder)
     parent = _linked(system, f"{folder}/device") or posixpath.dirname(folder)
     name = posixpath.basename(parent)
     if re.fullmatch(r"nvme\d+", name):
@@ -114,12 +115,20 @@ def number_in(system: System, path: str) -> int | None:
     return int(said) if said.isdecimal() else None
 
 
+def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, int | None]:
+    """(bus address, NUMA node) of the first of some controllers; None where sysfs does not say."""
+    if not controllers:
+        return None, None
+    folder = f"/sys/class/nvme/{controllers[0]}"
+    return _text(system, f"{folder}/address") or None, number_in(system, f"{folder}/numa_node")
+
+
 def _drive(system: System, controller: str) -> NvmeController:
     folder = f"/sys/class/nvme/{controller}"
     names = set()
     for generic in names_in(system, "/sys/class/nvme-generic"):
         block = block_name(generic)
-        if block and controller in controllers_of(system, generic):
+        if block and controller in controllers_of(system, f"/sys/class/nvme-generic/{generic}"):
             names.add(block)
     for block in names_in(system, "/sys/block"):
         if re.fullmatch(rf"{controller}n\d+", block):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import posixpath
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -24,15 +23,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from tierloop.devices.drivers.engines import Target
+from tierloop.devices.drivers.engines import Target, controller_state
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import in_use, number_in
+from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, number_in, place_of
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
-from tierloop.devices.system import SYS_STATX, FileStatus, System, address_of, from_os, resolved
+from tierloop.devices.system import SYS_STATX, FileStatus, System, address_of, from_os
 
 _LARGEST_GRID = 65536
 _STATX_DIOALIGN = 0x2000
@@ -130,14 +129,19 @@ def _look(device: str, wish: Wish, system: System) -> FileStatus | None:
 
 def _question(medium: Medium, system: System) -> None:
     """Ask the NVMe drive behind a block device who it is, if there is one; it works without."""
-    folder = _queue_folder(medium.status)[0]
-    controller = posixpath.basename(resolved(system, f"{folder}/device"))
+    controllers = controllers_of(system, _queue_folder(medium.status)[0])
+    medium.target = replace(
+        medium.target, controllers=tuple(name for name in controllers if controller_state(system, name))
+    )
     try:
-        medium.drive = Drive(replace(medium.target, fd=medium.control), controller)
+        medium.drive = Drive(replace(medium.target, fd=medium.control))
     except DeviceError as error:
         medium.why.append(f"the drive does not say who it is ({error})")
     except OSError:
         return  # no NVMe drive
+    address, node = place_of(system, medium.target.controllers)
+    medium.bus_address = medium.bus_address or address
+    medium.numa_node = node if medium.numa_node is None else medium.numa_node
 
 
 def _measure(device: str, wish: Wish, system: System, control: int, status: FileStatus, undo: ExitStack) -> int:

@@ -6,7 +6,8 @@ it or none. What must hold beyond what engines.py says:
 - A status is judged, not only counted: what passes (a namespace that is not ready, an aborted command) is tried again
   unless the drive forbids it; a media error names the block, from the drive's error log where that may be read.
 - A flush is the drive's own Flush, and nothing at all where the drive says that it has no volatile write cache.
-- A path that fails and a controller that is dead or being removed are Gone.
+- A path that fails, and a drive whose controllers are dead or not there any more, are Gone. While none of them is live
+  the kernel answers EINVAL (a ring) or EAGAIN (ioctl) under multipath, and a command is tried again.
 - Every command has the kernel's own timeout, after which it resets the controller; the engine's deadline only says how
   long somebody waits.
 """
@@ -22,10 +23,13 @@ from functools import partial
 from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import (
     LARGEST_TRANSFER,
+    UNCLEAR,
     Counts,
     Namespace,
     Target,
     back_off,
+    controller_state,
+    departed,
     host_bytes,
     room,
     stopped,
@@ -47,13 +51,12 @@ from tierloop.devices.drivers.nvme_status import error_of, gave_up, is_media, pa
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.drivers.ring import Ring
 from tierloop.devices.drivers.uring import Flight
-from tierloop.devices.errors import DeviceError, Gone, NoPermission, Timeout
+from tierloop.devices.errors import Busy, DeviceError, Gone, NoPermission, Timeout
 from tierloop.devices.regions import Region
 from tierloop.devices.system import address_of, from_os
 
 _MOST_CANCELLED = 3
 """Tries of a command that the kernel gave up: each may have taken its whole timeout, 30 s unless it was set."""
-_DEAD = ("dead", "deleting", "deleting (no IO)")
 _ERROR_ENTRY = struct.Struct("<QHHHHQI36x")
 """One entry of the error log: count, queue, command, status, parameter, block, namespace."""
 _ERROR_ENTRIES = 16
@@ -96,11 +99,14 @@ class Judge:
     def unheard(self, op: str, number: int, detail: str, tries: int = 0) -> tuple[DeviceError, bool]:
         """The error for a command that the drive never answered, and whether to try once more."""
         target = self._target
+        if number in UNCLEAR and (why := departed(target)):
+            return Gone(target.device, op, f"{detail}: {why}", number), False
+        states = [controller_state(target.system, each) for each in target.controllers]
+        if number == errno.EINVAL and states and "live" not in states:
+            return Busy(target.device, op, f"{detail}: {target.controllers[0]} is {states[0]}", number), True
         if number == errno.EINTR:
             detail = f"{detail}: the kernel gave the command up: its time was over, or the controller was reset"
             return Timeout(target.device, op, detail, number), tries < _MOST_CANCELLED
-        if number == errno.EIO and (state := controller_state(target, self._namespace.controller)) in _DEAD:
-            return Gone(target.device, op, f"{detail}: {self._namespace.controller} is {state}", number), False
         made = from_os(target.device, op, OSError(number, ""), detail)
         if isinstance(made, NoPermission):
             made = NoPermission(target.device, op, f"{made.detail}; {PERMISSION_HINT}", number)
@@ -235,14 +241,6 @@ class IoctlEngine:
 
 def _again(status: int, tries: int) -> bool:
     return passes(status) and (tries < _MOST_CANCELLED or not gave_up(status))
-
-
-def controller_state(target: Target, controller: str) -> str:
-    """What the kernel says of a controller: live, resetting, connecting, deleting, dead; empty if nothing."""
-    try:
-        return target.system.read_text(f"/sys/class/nvme/{controller}/state")
-    except OSError:
-        return ""
 
 
 def tried(

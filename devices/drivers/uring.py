@@ -179,6 +179,8 @@ class UringEngine:
             self._bounce_at = address_of(self._bounce)
         if bounced and self._buffers is not None:
             buffer = self._buffers.bounce(self._bounce_at, _BOUNCE_SLOTS * LARGEST_TRANSFER)
+        elif buffer >= 0 and np.bitwise_or.reduce(pieces[:, 1]) & (target.grid - 1):
+            buffer = _NO_BUFFER  # Linux wants every page's share of registered memory to be whole blocks
         depth = 1 if ordered else min(self._depth, _BOUNCE_SLOTS) if bounced else self._depth
         free = list(range(depth))
         waiting = deque(pieces.tolist())

@@ -364,6 +364,34 @@ def test_an_ioctl_that_is_put_off_is_made_again(number: int) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize(("io", "call", "number"), [("io_uring", "syscall", 0), ("ioctl", "ioctl", errno.EAGAIN)])
+def test_a_drive_whose_controllers_have_vanished_is_gone_whatever_the_errno(io: str, call: str, number: int) -> None:
+    rig = on_drive(io=io)
+    region = rig.device.alloc(4096)
+    rig.machine.tree.remove("/sys/class/nvme/nvme0")
+    if number:
+        rig.machine.fail_next(call, number)
+    else:
+        rig.machine.unplug()
+    error = rig.error_of(Read(region.all(), buffer(4096)))
+    assert isinstance(error, Gone)
+    rig.close()
+
+
+def test_a_ring_without_a_live_path_is_tried_again() -> None:
+    rig = on_drive(io="ioctl")
+    region = rig.device.alloc(4096)
+    state = "/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/state"
+    rig.machine.tree.put(state, "resetting")
+    rig.machine.fail_next("ioctl", errno.EINVAL)
+    assert not rig.read(region.all()).any()
+    assert rig.device.counts.retried == 1
+    rig.machine.tree.put(state, "live")
+    rig.machine.fail_next("ioctl", errno.EINVAL)
+    assert isinstance(rig.error_of(Read(region.all(), buffer(4096))), ProtocolError)
+    rig.close()
+
+
 # Who may open it
 
 
@@ -412,6 +440,20 @@ def test_a_namespace_whose_block_device_cannot_be_looked_at_is_refused() -> None
     rig = on_drive()
     rig.machine.remove("/dev/nvme0n1")
     with pytest.raises(NotPresent, match="nobody can tell whether the namespace is in use"):
+        rig.open()
+
+
+def test_a_block_device_of_another_namespace_is_no_claim() -> None:
+    rig = on_drive()
+    rig.machine.tree.put("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1/dev", "259:77")
+    with pytest.raises(NotPresent, match="not the block device of ng0n1"):
+        rig.open()
+
+
+def test_a_node_is_known_by_its_number_and_not_by_its_name() -> None:
+    rig = on_drive()
+    rig.machine.tree.remove("/sys/dev/char/241:0")
+    with pytest.raises(Unsupported, match="sysfs knows no NVMe namespace behind it"):
         rig.open()
 
 

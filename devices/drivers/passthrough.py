@@ -101,9 +101,12 @@ class Judge:
         target = self._target
         if number in UNCLEAR and (why := departed(target)):
             return Gone(target.device, op, f"{detail}: {why}", number), False
-        states = [controller_state(target.system, each) for each in target.controllers]
-        if number == errno.EINVAL and states and "live" not in states:
-            return Busy(target.device, op, f"{detail}: {target.controllers[0]} is {states[0]}", number), True
+        if number == errno.EINVAL and target.controllers:
+            states = [controller_state(target.system, each) for each in target.controllers]
+            if "live" not in states:
+                return Busy(target.device, op, f"{detail}: {target.controllers[0]} is {states[0]}", number), True
+            # a controller may have come back between the answer and this look
+            return from_os(target.device, op, OSError(number, ""), detail), tries < _MOST_CANCELLED
         if number == errno.EINTR:
             detail = f"{detail}: the kernel gave the command up: its time was over, or the controller was reset"
             return Timeout(target.device, op, detail, number), tries < _MOST_CANCELLED

@@ -18,6 +18,7 @@ from tierloop.devices.drivers.nvme import nvme_drives, probe
 from tierloop.devices.drivers.nvme_commands import (
     ADMIN_COMMAND,
     DATASET,
+    GET_LOG,
     IDENTIFY,
     IO_COMMAND,
     PAYLOAD,
@@ -241,12 +242,21 @@ def test_a_media_error_names_the_block_and_leaves_the_others(rig: Rig, region: R
     assert np.array_equal(rig.read(region.at(301 * 512, 4096)), bytes_of(1, 1 * MIB)[301 * 512 :][:4096])
 
 
-def test_without_the_error_log_a_media_error_names_the_blocks_it_may_be(rig: Rig, region: Region) -> None:
+def test_without_the_error_log_the_block_is_found_by_reading_again(rig: Rig, region: Region) -> None:
     bad = rig.device.offset_of(region) // 512 + 300
     with rig.machine.guard:
         rig.machine.controller.inject_read_error(1, bad)
-        rig.machine.controller.inject_status(2, 0x4002, times=100, admin=True)
-    assert f"one LBA of blocks {bad - 44} to {bad + 211}" in str(rig.error_of(Read(region.all(), buffer())))
+        rig.machine.controller.inject_status(GET_LOG, 0x4002, times=100, admin=True)
+    assert f"LBA {bad} " in str(rig.error_of(Read(region.all(), buffer())))
+
+
+def test_an_error_that_does_not_come_again_names_the_blocks_it_may_have_been(rig: Rig, region: Region) -> None:
+    first = rig.device.offset_of(region) // 512
+    with rig.machine.guard:
+        rig.machine.controller.inject_status(READ, 0x4281)
+        rig.machine.controller.inject_status(GET_LOG, 0x4002, times=100, admin=True)
+    error = rig.error_of(Read(region.at(0, 4096), buffer(4096)))
+    assert f"one LBA of blocks {first} to {first + 7}" in str(error)
 
 
 def test_a_write_fault_is_a_media_error_and_the_device_works(rig: Rig, region: Region) -> None:

@@ -382,10 +382,13 @@ class NvmeController:
         except Refused as refused:
             self._later(flight, self.figures.command_ns, _refusing(refused))
             return
-        if not work.nsid:
-            self._later(flight, self.figures.command_ns + work.media.alone_ns, self._noted(work, work.finish))
-            return
-        self._at(self.figures.command_ns, lambda: self._queue(flight, work))
+        if work.nsid:
+            self._at(self.figures.command_ns, lambda: self._queue(flight, work))
+        else:
+            self._at(
+                self.figures.command_ns,
+                lambda: self._later(flight, work.media.alone_ns, self._noted(work, work.finish)),
+            )
 
     def _queue(self, flight: _Flight, work: Work) -> None:
         if not flight.ended:

@@ -189,9 +189,16 @@ def io_entry(
     return Entry(opcode, flags, nsid=nsid, data=pointers(prp1, prp2), cdw=cdw)
 
 
-def ready(figures: NvmeFigures | None = None, **more: int) -> Bus:
+def ready(
+    figures: NvmeFigures | None = None,
+    namespaces: int = 1,
+    media: Firmware | None = None,
+    capacity: int = MIB,
+    lba_nbytes: int = 512,
+    unit_nbytes: int | None = None,
+) -> Bus:
     """A bus with one pair of queues for input and output."""
-    return Bus(figures, **more).enable().with_queue()  # type: ignore[arg-type]  # numbers of Bus
+    return Bus(figures, namespaces, media, capacity, lba_nbytes, unit_nbytes).enable().with_queue()
 
 
 READ, WRITE, FLUSH = Io.READ, Io.WRITE, Io.FLUSH

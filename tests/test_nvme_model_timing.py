@@ -8,7 +8,7 @@ import pytest
 from tests.nvme_bus import DATA, FLUSH, READ, WRITE, Bus, io_entry, ready
 from tierloop.firmware_models.flash import FlashGeometry, FlashModel
 from tierloop.firmware_models.media import WHOLE, MediaWork, Ranges
-from tierloop.firmware_models.nvme_controller import MediaOperation
+from tierloop.firmware_models.nvme_engine import MediaOperation
 from tierloop.firmware_models.nvme_features import Feature
 from tierloop.firmware_models.nvme_identify import NvmeFigures
 from tierloop.firmware_models.nvme_wire import Admin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from tests.numa_rig import a_node_of_this_machine, machine
 from tierloop.devices.conformance import Suite
 from tierloop.devices.device import Device
@@ -26,6 +28,7 @@ class TestOnACardOfAnotherMachine(Suite):
     """Real bytes; on which node each page lies is a model's."""
 
     virtual = False
+    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "errors", "stateful")
     examples = 8
 
     def open(self, site: Site) -> Device:

@@ -392,7 +392,7 @@ def test_a_memory_on_several_nodes_has_no_node(site: Site, two: Machine) -> None
     device.close()
 
 
-@pytest.mark.parametrize("tree", ["laptop", "two-sockets-cxl", "restricted-cpuset"])
+@pytest.mark.parametrize("tree", ["laptop", "two-sockets-cxl", "restricted-cpuset", "three-nodes"])
 def test_recorded_machines_run_the_driver_without_options(site: Site, tree: str) -> None:
     device = open_cpu("cpu", site, {}, machine(tree).kernel)
     region = device.alloc(10)

@@ -544,10 +544,11 @@ def test_a_namespace_without_a_block_device_is_claimed_by_its_lock() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-@pytest.mark.parametrize("call", ["open", "ioctl"])
+@pytest.mark.parametrize("call", ["open", "open the node", "ioctl"])
 def test_a_missing_permission_comes_with_what_would_give_it(call: str, number: int) -> None:
     rig = on_drive()
-    if call == "open":
+    if call == "open the node":
+        call = "open"
         rig.machine.tree.remove("/sys/block/nvme0n1")
         rig.machine.remove("/dev/nvme0n1")
         rig.machine.fail_next("open", errno.ENOENT)

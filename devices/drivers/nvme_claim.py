@@ -156,7 +156,7 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
                 f"{node} is mounted, held or opened exclusively by somebody; its generic device must not be written to"
             )
             raise Busy(device, "open", detail, errno.EBUSY) from error
-        raise from_os(device, "open", error, f"{node}, to claim the namespace") from error
+        raise _refused(device, f"{node}, to claim the namespace", error) from error
     undo.callback(close_all, system, {fd})
     _lock(device, node, fd, system)
     number = system.fstat(fd).device

@@ -17,6 +17,8 @@ What the nodes answer is what Linux does:
 
 The clock is a counter that jumps to what is due when somebody waits, or `now_ns`. `hold` keeps completions of input and
 output from coming back: a ring then answers ETIME, an ioctl ends when its own timeout has passed on the counter.
+`unplug` pulls the drive out, `lose_power` switches it off and on; faults, temperature and wear are the controller's
+(`NvmeMachine.controller`, nvme_controller.py), and so is the history of its media.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tierloop.devices.drivers.nvme import open_nvme
 from tierloop.devices.errors import Gone, MediaError
 from tierloop.devices.site import Site
 from tierloop.devices.system import PUNCH_HOLE, SYS_IO_URING_ENTER, SYS_IO_URING_SETUP, ZERO_RANGE, address_of, resolved
-from tierloop.emulators.kernel_memory import ProcessMemory
+from tierloop.emulators.kernel_memory import DeviceMemory, ProcessMemory
 from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 from tierloop.emulators.kernel_nvme_nodes import (
     ADMIN64_CMD,
@@ -635,6 +635,29 @@ def test_process_memory_moves_bytes_and_refuses_bad_addresses() -> None:
     for call in calls:
         with refused(errno.EFAULT):
             call()
+
+
+def test_a_device_reaches_what_is_mapped_and_as_it_is_mapped() -> None:
+    reachable = DeviceMemory(ProcessMemory())
+    buffer = mmap.mmap(-1, 4 * 4096)
+    at = address_of(buffer)
+    reachable.map(at + 100, 5000, writable=False)
+    reachable.map(at + 5100, 50, writable=True)
+    assert reachable.read(at + 100, 5050) == bytes(5050)
+    reachable.write(at + 5100, b"x" * 50)
+    calls: list[Callable[[], object]] = [
+        lambda: reachable.write(at + 5099, b"xx"),
+        lambda: reachable.write(at + 5149, b"xx"),
+        lambda: reachable.read(at + 99, 2),
+        lambda: reachable.read(at + 5149, 2),
+    ]
+    for call in calls:
+        with refused(errno.EFAULT):
+            call()
+    reachable.unmap(at + 5100, 50, writable=True)
+    with refused(errno.EFAULT):
+        reachable.read(at + 5100, 1)
+    assert buffer[5000:5200] == bytes(100) + b"x" * 50 + bytes(50)
 
 
 # random input

@@ -2,8 +2,8 @@
 
 It has no clock: `advance` tells it the time, and register accesses happen at the time it was told last. A command is
 fetched when the host rings the doorbell of its queue and the controller has room for it (`window`); which queue comes
-first, the arbitration says. Its data moves when its time on the medium is over (nvme_engine.py), and then its completion
-is posted: an early look at the buffer sees nothing. Commands may end in another order than they were fetched.
+first, the arbitration says. Its data moves when its time on the medium is over (nvme_engine.py), and its completion is
+posted after that: an early look at the buffer sees nothing. Commands may end in another order than they were fetched.
 
 A doorbell that does not exist or is rung with a value that cannot be is ignored and reported as an asynchronous event.
 A queue in memory that cannot be reached, or a configuration that is not supported, is fatal (CSTS.CFS): nothing moves

@@ -174,6 +174,11 @@ def words(cdw: Iterable[int]) -> tuple[int, int, int, int, int, int]:
     return a, b, c, d, e, f
 
 
+def code(status: int) -> int:
+    """Type and code of a status, without its flags."""
+    return status & 0x7FF
+
+
 def io_entry(
     opcode: int,
     lba: int = 0,

@@ -7,17 +7,24 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.nvme_rig import Rig, bytes_of
+from tierloop.devices.conformance import Suite
+from tierloop.devices.device import Device
 from tierloop.devices.drivers import ring as uring
+from tierloop.devices.drivers.nvme import open_nvme
 from tierloop.devices.errors import Gone, MediaError
+from tierloop.devices.site import Site
 from tierloop.devices.system import PUNCH_HOLE, SYS_IO_URING_ENTER, SYS_IO_URING_SETUP, ZERO_RANGE, address_of, resolved
-from tierloop.emulators.kernel_memory import ProcessMemory
+from tierloop.emulators.kernel_memory import DeviceMemory, ProcessMemory
 from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 from tierloop.emulators.kernel_nvme_nodes import (
     ADMIN64_CMD,
@@ -242,6 +249,8 @@ def test_a_drive_that_was_pulled_out_is_gone(host: Host) -> None:
         host.machine.open("/dev/nvme0n1", os.O_RDWR)
     with refused(errno.ENOENT):
         host.machine.read_text("/sys/class/nvme/nvme0/model")
+    for folder in ("/dev", "/sys/class/nvme", "/sys/block", "/sys/dev/block", "/sys/class/nvme-generic"):
+        assert host.machine.listdir(folder) == []
 
 
 # the block device
@@ -291,8 +300,10 @@ def test_a_sync_makes_writes_survive_a_power_failure(host: Host) -> None:
     host.machine.pwrite(host.block_fd, view, 0)
     host.machine.fdatasync(host.block_fd)
     host.machine.pwrite(host.block_fd, view, 512)
-    host.machine.controller.power_off()
-    assert host.machine.controller.peek(1, 0, 2) == b"a" * 512 + bytes(512)
+    host.machine.lose_power()
+    host.buffer[:1024] = b"b" * 1024
+    assert host.machine.pread(host.block_fd, memoryview(host.buffer)[:1024], 0) == 1024
+    assert host.buffer[:1024] == b"a" * 512 + bytes(512)
 
 
 @pytest.mark.parametrize(
@@ -549,8 +560,32 @@ def test_a_closed_ring_lets_nobody_write_into_its_memory(host: Host) -> None:
     ring.enter(0)
     host.machine.close(ring.fd)
     host.machine.release()
-    assert host.io(Io.FLUSH) == 0
+    for _ in range(8):
+        assert host.io(Io.FLUSH) == 0
     assert host.buffer[:512] == bytes(512)
+    assert host.machine.controller.health.reads == 0
+
+
+def test_more_entries_than_the_queues_hold_wait_for_room() -> None:
+    host = Host(nvme_machine(figures=NvmeFigures(queue_entries=4)))
+    ring = Ring(host.machine, entries=32)
+    host.machine.hold()
+    for name in range(32):
+        ring.put(uring.READ, host.block_fd, name, 512 * name, host.at + 512 * name, 512)
+    ring.enter(1)
+    host.machine.release()
+    ring.enter(32)
+    assert {result for result, _ in ring.taken().values()} == {512}
+
+
+def test_entries_that_wait_for_room_are_aborted_in_their_turn() -> None:
+    host = Host(nvme_machine(figures=NvmeFigures(queue_entries=2, io_queues=2)))
+    ring = Ring(host.machine, flags=SQE128 | CQE32)
+    host.machine.hold()
+    for name in range(6):
+        ring.command(host.generic_fd, name, URING_IO, Io.READ, 1, host.at, 512)
+    ring.enter(6, timeout_s=1000.0)
+    assert {status & 0x7FF for status, _ in ring.taken().values()} == {Status.ABORT_REQUESTED}
 
 
 def test_a_drive_that_is_pulled_out_cancels_what_is_in_flight(host: Host, wide: Ring) -> None:
@@ -602,6 +637,73 @@ def test_process_memory_moves_bytes_and_refuses_bad_addresses() -> None:
             call()
 
 
+def test_a_device_reaches_what_is_mapped_and_as_it_is_mapped() -> None:
+    reachable = DeviceMemory(ProcessMemory())
+    buffer = mmap.mmap(-1, 4 * 4096)
+    at = address_of(buffer)
+    reachable.map(at + 100, 5000, writable=False)
+    reachable.map(at + 5100, 50, writable=True)
+    assert reachable.read(at + 100, 5050) == bytes(5050)
+    reachable.write(at + 5100, b"x" * 50)
+    calls: list[Callable[[], object]] = [
+        lambda: reachable.write(at + 5099, b"xx"),
+        lambda: reachable.write(at + 5149, b"xx"),
+        lambda: reachable.read(at + 99, 2),
+        lambda: reachable.read(at + 5149, 2),
+    ]
+    for call in calls:
+        with refused(errno.EFAULT):
+            call()
+    reachable.unmap(at + 5100, 50, writable=True)
+    with refused(errno.EFAULT):
+        reachable.read(at + 5100, 1)
+    assert buffer[5000:5200] == bytes(100) + b"x" * 50 + bytes(50)
+
+
+# random input
+
+places = st.one_of(st.integers(-8, 2 * MIB), st.sampled_from([-(1 << 46), 1 << 46, 0]))
+"""Offsets from the buffer's address: inside it, or where there is no memory."""
+numbers = st.one_of(st.integers(0, 300), st.integers(0, 0xFFFFFFFF))
+opcodes = st.one_of(st.sampled_from(sorted({*Io, *Admin})), st.integers(0, 255))
+
+
+@given(st.lists(st.tuples(st.booleans(), opcodes, places, numbers, numbers, numbers, numbers), max_size=12))
+def test_random_commands_leave_memory_of_others_alone(script: list[tuple[bool, int, int, int, int, int, int]]) -> None:
+    host = Host(nvme_machine(capacity=MIB))
+    wide = Ring(host.machine, entries=16, flags=SQE128 | CQE32)
+    host.buffer[2 * MIB :] = b"." * (2 * MIB)
+    started = 0
+    for by_ring, opcode, place, nbytes, cdw10, cdw12, nsid in script:
+        if place == 2 * MIB or (place >= 0 and place + nbytes > 2 * MIB):
+            place = 0
+        nbytes = min(nbytes, MIB)
+        words = (cdw10, 0, cdw12, 0)
+        if by_ring:
+            wide.command(host.generic_fd, started, URING_IO, opcode, nsid % 3, max(host.at + place, 0), nbytes, *words)
+            started += 1
+            continue
+        with suppress(OSError):
+            host.ioctl(host.generic_fd, IO_CMD, opcode, nbytes, *words, nsid=nsid % 3, address=max(host.at + place, 0))
+    wide.enter(started)
+    assert sorted(wide.taken()) == list(range(started))
+    assert host.buffer[2 * MIB :] == b"." * (2 * MIB)
+    assert host.io(Io.FLUSH) == 0
+
+
+@given(st.lists(st.binary(min_size=64, max_size=64), max_size=8))
+def test_random_entries_of_a_ring_are_answered_once_each(script: list[bytes]) -> None:
+    host = Host(nvme_machine(capacity=MIB))
+    ring = Ring(host.machine)
+    for name, raw in enumerate(script):
+        opcode = raw[0] if raw[0] != uring.ASYNC_CANCEL else 0
+        ring.put(
+            opcode, host.block_fd if raw[1] & 1 else raw[2], name, raw[3] * 256, host.at + 2 * raw[4], raw[5] * 256
+        )
+    ring.enter(len(script))
+    assert sorted(ring.taken()) == list(range(len(script)))
+
+
 # the driver that people run
 
 
@@ -625,3 +727,14 @@ def test_the_nvme_driver_runs_on_the_machine(io: str) -> None:
         rig.read(region.all())
     rig.close()
     assert machine.open_fds == 0
+
+
+class TestConformance(Suite):
+    """The nvme driver on the machine passes the suite of every device."""
+
+    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "ordering", "errors")
+    examples: ClassVar[int] = 5
+
+    def open(self, site: Site) -> Device:
+        machine = nvme_machine(capacity=8 * MIB, lba_nbytes=4096)
+        return open_nvme("nvme0", site, {"path": "/dev/nvme0n1", "queues": 2}, machine)

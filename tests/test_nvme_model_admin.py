@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from tests.nvme_bus import DATA, MIB, READ, WRITE, Bus, io_entry, ready
-from tests.test_nvme_model_legality import code
+from tests.nvme_bus import DATA, MIB, READ, WRITE, Bus, code, io_entry, ready
 from tierloop.firmware_models.nvme_features import Feature
 from tierloop.firmware_models.nvme_identify import NvmeFigures
 from tierloop.firmware_models.nvme_wire import MORE, Admin, Entry, Io, Status

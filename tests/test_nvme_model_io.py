@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.nvme_bus import DATA, FLUSH, READ, WRITE, Bus, io_entry, ready
-from tests.test_nvme_model_legality import code
+from tests.nvme_bus import DATA, FLUSH, READ, WRITE, Bus, code, io_entry, ready
 from tierloop.firmware_models.nvme_features import Feature
 from tierloop.firmware_models.nvme_identify import NvmeFigures
 from tierloop.firmware_models.nvme_namespace import Namespace

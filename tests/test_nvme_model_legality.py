@@ -6,17 +6,12 @@ import struct
 
 import pytest
 
-from tests.nvme_bus import DATA, MIB, READ, WRITE, Bus, Pair, io_entry, ready, words
+from tests.nvme_bus import DATA, MIB, READ, WRITE, Bus, Pair, code, io_entry, ready, words
 from tierloop.firmware_models import nvme_registers as regs
 from tierloop.firmware_models.nvme_identify import NvmeFigures
 from tierloop.firmware_models.nvme_wire import DO_NOT_RETRY, Admin, Entry, Io, Status, pointers
 
 FATAL, READY = 2, 1
-
-
-def code(status: int) -> int:
-    """Type and code, without the flags."""
-    return status & 0x7FF
 
 
 # registers and states
@@ -351,6 +346,14 @@ def test_lists_of_pages_lead_to_further_lists() -> None:
     bus.controller.poke(1, 0, bus.got(40 * 512))
     assert bus.io(READ, 0, 40, pages[0], here).status == 0
     assert b"".join(bus.got(4096, page) for page in pages) == bus.controller.peek(1, 0, 40)
+
+
+def test_the_last_place_of_a_list_is_a_page_where_no_more_are_to_come() -> None:
+    bus = ready()
+    bus.controller.poke(1, 0, bytes(i % 249 for i in range(24 * 512)))
+    bus.put(struct.pack("<QQ", DATA + 0x12000, DATA + 0x14000), DATA + 0x8000 + 4096 - 16)
+    assert bus.io(READ, 0, 24, DATA + 0x10000, DATA + 0x8000 + 4096 - 16).status == 0
+    assert b"".join(bus.got(4096, DATA + 0x10000 + 0x2000 * i) for i in range(3)) == bus.controller.peek(1, 0, 24)
 
 
 def descriptor(kind: int, address: int, nbytes: int) -> bytes:

@@ -13,16 +13,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.faulty_host import Ability, offer
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
+from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
 
 HOST_NBYTES = 256 << 20
-DEADLINE_S = 20
+DRIVE_NBYTES = 64 << 20
+DEADLINE_S = 2.0
+"""How long a device may take, so that what hangs on purpose is given up soon."""
 
 
 def open_modelled(kind: str, site: Site) -> tuple[Platform, str]:
@@ -53,10 +57,41 @@ class PnmBackDoor:
 def _pnm(site: Site) -> tuple[Platform, str]:
     card = PnmCard(PnmParts(engines=4, entries=16, capacity=64 << 20))
     cpu = open_cpu("cpu0", site, {"capacity": HOST_NBYTES})
-    device = open_pnm("pnm0", site, {"reaches": ["cpu0"], "deadline_ms": 2_000}, window=card.bus())
+    device = open_pnm("pnm0", site, {"reaches": ["cpu0"], "deadline_ms": int(1e3 * DEADLINE_S)}, window=card.bus())
     offer(site, "pnm0", PnmBackDoor(card))
     return Platform("pnm:model", site, {"cpu0": cpu, "pnm0": device}, "cpu0"), "pnm0"
 
 
-MACHINES: dict[str, Callable[[Site], tuple[Platform, str]]] = {"pnm": _pnm}
+class NvmeBackDoor:
+    """Of the drive's controller: blocks that cannot be read, completions that are lost, and the slot."""
+
+    abilities: frozenset[Ability] = frozenset({"unreadable", "hang", "unplug"})
+
+    def __init__(self, machine: NvmeMachine, device: NvmeDevice) -> None:
+        self._machine, self._device = machine, device
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        lba_nbytes = self._device.info.memories[0].alignment
+        first = (self._device.offset_of(region) + offset) // lba_nbytes
+        with self._machine.guard:
+            self._machine.controller.inject_read_error(1, first, -(-nbytes // lba_nbytes))
+
+    def hang(self) -> None:
+        with self._machine.guard:
+            self._machine.controller.drop()
+
+    def unplug(self) -> None:
+        self._machine.unplug()
+
+
+def _nvme(site: Site) -> tuple[Platform, str]:
+    machine = nvme_machine(DRIVE_NBYTES)
+    cpu = open_cpu("cpu0", site, {"capacity": HOST_NBYTES})
+    options = {"path": "/dev/ng0n1", "reaches": ["cpu0"], "queues": 2, "deadline_s": DEADLINE_S}
+    device = open_nvme("nvme0", site, options, machine)
+    offer(site, "nvme0", NvmeBackDoor(machine, device))
+    return Platform("nvme:model", site, {"cpu0": cpu, "nvme0": device}, "cpu0"), "nvme0"
+
+
+MACHINES: dict[str, Callable[[Site], tuple[Platform, str]]] = {"nvme": _nvme, "pnm": _pnm}
 """By the name before `:model`."""

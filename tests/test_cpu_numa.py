@@ -190,6 +190,20 @@ def test_bind_asks_for_room_before_it_touches_anything(site: Site, two: Machine)
     device.close()
 
 
+def test_what_a_control_group_would_not_survive_is_refused_before_anything_is_touched(site: Site) -> None:
+    container = machine("restricted-cpuset")
+    device = open_cpu("dram", site, {**SMALL, "node": 1, "placement": "preferred"}, container.kernel)
+    used = GIB - (256 << 20)
+    container.kernel.tree.put("/sys/fs/cgroup/memory.max", str(used + 2 * PAGE))
+    device.alloc(2 * PAGE)
+    with pytest.raises(
+        OutOfMemory, match=rf"{3 * PAGE} bytes; {2 * PAGE} are free in what the machine and this process"
+    ):
+        device.alloc(3 * PAGE)
+    assert container.memory.used[1] == 2 * PAGE
+    device.close()
+
+
 def test_a_wish_that_is_not_met_is_reported_and_no_error(site: Site) -> None:
     two = small(n2=2)
     device = open_cpu("cxl", site, {**SMALL, "node": 2, "placement": "preferred"}, two.kernel)

@@ -39,6 +39,7 @@ from tierloop.devices.commands import (
 )
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
+from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.arena import Arena
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.failures import as_device_error
@@ -179,6 +180,7 @@ class Cpu:
             flops, error = 0, None
             try:
                 flops = self._carry_out(completion.command)
+                guard.check(self._name, completion.command)
             except BaseException as wrong:
                 error = as_device_error(self._name, verb(completion.command), wrong)
             self._clock.post(self._ended, completion, flops, error)

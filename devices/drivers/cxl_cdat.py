@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tierloop.devices.errors import ProtocolError
 
@@ -24,9 +24,9 @@ _ENTRY = struct.Struct("<BxH")
 _NOTHING_SAID = (0, 0xFFFF)
 _NON_VOLATILE, _SHAREABLE, _READ_ONLY = 1 << 2, 1 << 3, 1 << 6
 
-LATENCIES = {0: "access", 1: "read", 2: "write"}
-BANDWIDTHS = {3: "access", 4: "read", 5: "write"}
-"""What a latency and bandwidth structure tells, by its data type; `access` counts for reads and for writes."""
+_LATENCY, _READ_LATENCY, _WRITE_LATENCY, _BANDWIDTH, _READ_BANDWIDTH, _WRITE_BANDWIDTH = range(6)
+"""What a latency and bandwidth structure tells; the plain ones count for reads and for writes."""
+_T = TypeVar("_T")
 
 
 class Rates(NamedTuple):
@@ -121,10 +121,10 @@ class Table:
             return Rates()
         said = {s.kind: s.value for s in reversed(self.speeds) if s.handle == found.handle and s.hierarchy == 0}
         return Rates(
-            -(-said.get(1, said.get(0, 0)) // 1000),
-            -(-said.get(2, said.get(0, 0)) // 1000),
-            said.get(4, said.get(3, 0)) * 1_000_000,
-            said.get(5, said.get(3, 0)) * 1_000_000,
+            -(-said.get(_READ_LATENCY, said.get(_LATENCY, 0)) // 1000),
+            -(-said.get(_WRITE_LATENCY, said.get(_LATENCY, 0)) // 1000),
+            said.get(_READ_BANDWIDTH, said.get(_BANDWIDTH, 0)) * 1_000_000,
+            said.get(_WRITE_BANDWIDTH, said.get(_BANDWIDTH, 0)) * 1_000_000,
         )
 
 
@@ -137,7 +137,7 @@ def parse(device: str, data: bytes) -> Table:
         raise _wrong(device, 0, f"the table says that it has {length} bytes; {len(data)} are there")
     if left := sum(data[:length]) % 256:
         raise _wrong(device, 5, f"all bytes add up to {left} and not to 0 (modulo 256)")
-    found: dict[type, list[object]] = {kind: [] for kind in (Range, Speed, SideCache, Initiator, Use, SwitchSpeed)}
+    found: list[object] = []
     unknown: list[int] = []
     at = _HEADER.size
     while at < length:
@@ -153,10 +153,23 @@ def parse(device: str, data: bytes) -> Table:
             name, least, read = known
             if nbytes < least:
                 raise _wrong(device, at, f"{name} of {nbytes} bytes; it has {least}")
-            for one in read(data[at : at + nbytes]):
-                found[type(one)].append(one)
+            found += read(data[at : at + nbytes])
         at += nbytes
-    return Table(revision, sequence, *map(tuple, found.values()), tuple(unknown))  # type: ignore[arg-type]
+    return Table(
+        revision,
+        sequence,
+        ranges=_all(Range, found),
+        speeds=_all(Speed, found),
+        side_caches=_all(SideCache, found),
+        initiators=_all(Initiator, found),
+        uses=_all(Use, found),
+        switch_speeds=_all(SwitchSpeed, found),
+        unknown=tuple(unknown),
+    )
+
+
+def _all(kind: type[_T], found: list[object]) -> tuple[_T, ...]:
+    return tuple(one for one in found if isinstance(one, kind))
 
 
 def _wrong(device: str, offset: int, what: str) -> ProtocolError:
@@ -165,9 +178,7 @@ def _wrong(device: str, offset: int, what: str) -> ProtocolError:
 
 def _range(entry: bytes) -> list[object]:
     handle, flags, dpa, nbytes = struct.unpack_from("<BB2xQQ", entry, 4)
-    return [
-        Range(handle, dpa, nbytes, bool(flags & _NON_VOLATILE), bool(flags & _SHAREABLE), bool(flags & _READ_ONLY))
-    ]
+    return [Range(handle, dpa, nbytes, bool(flags & _NON_VOLATILE), bool(flags & _SHAREABLE), bool(flags & _READ_ONLY))]
 
 
 def _speed(entry: bytes) -> list[object]:

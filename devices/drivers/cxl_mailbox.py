@@ -15,6 +15,7 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from tierloop.devices.errors import Busy, DeviceError, MediaError, NoPermission, ProtocolError, Timeout, Unsupported
 from tierloop.devices.system import HOST, System, address_of, from_os
@@ -137,7 +138,7 @@ class Mailbox:
         )
 
     def poison(self, dpa: int, nbytes: int) -> PoisonList:
-        """Get Poison List of a range of device addresses, in as many commands as it takes; raw, see the top of the file.
+        """Get Poison List of a range of device addresses, in as many commands as it takes. Raw: see above.
 
         Raises as `identity` does, and ValueError for a range that is no whole number of lines.
         """
@@ -161,7 +162,7 @@ class Mailbox:
             if not count or len(records) > _MOST_RECORDS:
                 raise self._odd("poison", f"the list goes on after {len(records)} records without end")
 
-    def _fields(self, op: str, number: int, fields: struct.Struct) -> tuple[int, ...]:
+    def _fields(self, op: str, number: int, fields: struct.Struct) -> tuple[Any, ...]:
         answer = self._send(op, number)
         if len(answer) < fields.size:
             raise self._odd(op, f"{len(answer)} bytes; it has {fields.size}")

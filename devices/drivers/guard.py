@@ -152,7 +152,7 @@ def _lost_grains(array: NDArray[np.uint8]) -> list[tuple[int, int]]:
 def _first_lost(view: NDArray[np.uint8], spans: NDArray[np.int64]) -> int | None:
     """The lowest lost offset of a view that lies in one of the spans."""
     offsets, ends = spans[:, 0], spans.sum(axis=1)
-    for low, nbytes in lost(view).tolist():
+    for low, nbytes in [(int(low), int(nbytes)) for low, nbytes in lost(view)]:
         inside = (offsets < low + nbytes) & (ends > low) & (ends > offsets)
         if inside.any():
             return max(low, int(offsets[inside].min()))
@@ -186,10 +186,12 @@ def _install(device: str) -> None:
 _BUS_ADRERR, _BUS_MCEERR_AR, _BUS_MCEERR_AO = 2, 4, 5
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED | MAP_NORESERVE
-_libc_errno = types.ExternalFunction("__errno_location", INT64())
-_libc_mmap = types.ExternalFunction("mmap", INT64(INT64, INT64, types.int32, types.int32, types.int32, INT64))
-_libc_sigaction = types.ExternalFunction("sigaction", types.int32(types.int32, INT64, INT64))
-_libc_raise = types.ExternalFunction("raise", types.int32(types.int32))
+_int: Any = types.int32
+_long: Any = types.int64
+_libc_errno = types.ExternalFunction("__errno_location", _long())
+_libc_mmap = types.ExternalFunction("mmap", _long(_long, _long, _int, _int, _int, _long))
+_libc_sigaction = types.ExternalFunction("sigaction", _int(_int, _long, _long))
+_libc_raise = types.ExternalFunction("raise", _int(_int))
 
 
 @inline(types.int32, INT64)
@@ -214,7 +216,7 @@ def _pass_on(kinds: list[Any]) -> Any:
     """A function (address, *arguments) that calls a signal's handler in C."""
 
     def emit(builder: Any, address: Any, number: Any, info: Any, where: Any) -> None:
-            values = [number, info, where][: len(kinds)]
+        values = [number, info, where][: len(kinds)]
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
         builder.call(builder.inttoptr(address, kind.as_pointer()), values)
 

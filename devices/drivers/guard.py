@@ -188,10 +188,10 @@ _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED | MAP_NORESERVE
 _int: Any = types.int32
 _long: Any = types.int64
-_libc_errno = types.ExternalFunction("__errno_location", _long())
-_libc_mmap = types.ExternalFunction("mmap", _long(_long, _long, _int, _int, _int, _long))
-_libc_sigaction = types.ExternalFunction("sigaction", _int(_int, _long, _long))
-_libc_raise = types.ExternalFunction("raise", _int(_int))
+_libc_errno: Any = types.ExternalFunction("__errno_location", _long())
+_libc_mmap: Any = types.ExternalFunction("mmap", _long(_long, _long, _int, _int, _int, _long))
+_libc_sigaction: Any = types.ExternalFunction("sigaction", _int(_int, _long, _long))
+_libc_raise: Any = types.ExternalFunction("raise", _int(_int))
 
 
 @inline(types.int32, INT64)

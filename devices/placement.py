@@ -73,6 +73,15 @@ class Moved:
         return {**self.placement.to_json(), "found_after": self.occasion, "when_ns": self.when_ns}
 
 
+def memory_nodes(site: Site) -> dict[str, int]:
+    """The node of each memory of a platform that lies on one node: drivers enter theirs when they are opened.
+
+    Whoever describes a path to such a memory looks it up when its `info` is asked for first, and not before.
+    """
+    nodes: dict[str, int] = site.shared.setdefault("memory_nodes", {})
+    return nodes
+
+
 Look = Callable[[Region], Placement]
 
 

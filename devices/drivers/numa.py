@@ -79,9 +79,11 @@ def bind(
     mode: Mode,
     nodes: Sequence[int],
     weights: Sequence[int] | None = None,
+    page: int = PAGE,
 ) -> None:
     """Say on which nodes the pages of a range shall lie when they are touched; pages that lie somewhere stay there.
 
+    `page` is the size of the range's pages, if they come from a pool of huge ones.
     Raises ConfigurationError for a mode, nodes or weights that make no sense, Misaligned for a range that is not whole
     pages, and what the kernel says: ProtocolError (EINVAL) for a node that is not there or has no memory, NoPermission
     where the process may not bind, OutOfMemory where it has too many mappings.
@@ -95,7 +97,7 @@ def bind(
     if kernel_weights(system, nodes) == tuple(shares):
         _mbind(system, device, address, nbytes, MPOL_WEIGHTED_INTERLEAVE, nodes)
         return
-    for offset, length, node in runs(nbytes, nodes, shares):
+    for offset, length, node in runs(nbytes, nodes, shares, page):
         _mbind(system, device, address + offset, length, MPOL_BIND, [node])
 
 
@@ -119,13 +121,13 @@ def check_policy(device: str, mode: str, nodes: Sequence[int], weights: Sequence
         )
 
 
-def runs(nbytes: int, nodes: Sequence[int], weights: Sequence[int]) -> list[tuple[int, int, int]]:
+def runs(nbytes: int, nodes: Sequence[int], weights: Sequence[int], page: int = PAGE) -> list[tuple[int, int, int]]:
     """A range cut into runs (offset, length, node) by weights: at most about `MOST_RUNS`, whole pages each.
 
     With two nodes and the weights 3 and 1 it is three grains on the first, one on the second, and so on.
     """
     period = sum(weights)
-    grain = HUGE_NBYTES if nbytes >= HUGE_NBYTES * period else PAGE
+    grain = max(page, HUGE_NBYTES if nbytes >= HUGE_NBYTES * period else PAGE)
     while -(-nbytes // (grain * period)) * len(nodes) > MOST_RUNS:
         grain *= 2
     cut, offset = [], 0
@@ -190,6 +192,16 @@ def refusal(system: System) -> str:
         finally:
             _ffi.release(buffer)
     return ""
+
+
+def trial(system: System, device: str, mode: Mode, nodes: Sequence[int], weights: Sequence[int] | None = None) -> None:
+    """Bind a scratch page and let it go: raises what `bind` would raise for these nodes."""
+    with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as scratch:
+        buffer = _ffi.from_buffer(scratch, require_writable=True)
+        try:
+            bind(system, device, _at(buffer), PAGE, mode, nodes, weights)
+        finally:
+            _ffi.release(buffer)
 
 
 def touch(system: System, device: str, address: int, nbytes: int) -> bool:

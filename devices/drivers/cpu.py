@@ -29,6 +29,7 @@ from tierloop.devices.commands import (
     VERBS,
     Command,
     Copy,
+    Flush,
     Launch,
     Read,
     Traffic,
@@ -41,6 +42,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
 from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.arena import Arena
+from tierloop.devices.drivers.cxl_flush import Flushes
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.failures import as_device_error
 from tierloop.devices.drivers.host_memory import available_nbytes
@@ -91,6 +93,7 @@ class Cpu:
         self._cores = cores
         self._arena = Arena(name, memory, PAGE)
         self._costs = Costs({})
+        self._flushes = Flushes.of(site)
         self._lines: list[SimpleQueue[Completion | None]] = [SimpleQueue() for _ in range(queues)]
         self._workers: dict[int, threading.Thread] = {}
         self._queues = QueueSet(name, queues, executor.depth, site, self._start)
@@ -191,6 +194,8 @@ class Cpu:
             return run(command, _bytes_of, self._threads)
         if isinstance(command, (Read, Write, Copy)):
             copy_bytes(command, _bytes_of)
+        elif isinstance(command, Flush):
+            self._flushes.carry_out(command)
         return 0
 
     def _ended(self, completion: Completion, flops: int, error: DeviceError | None) -> None:

@@ -22,7 +22,6 @@ free); `read_latency_ns`, `write_latency_ns`, `read_bytes_per_s`, `write_bytes_p
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -54,10 +53,12 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.info import DeviceInfo, MemoryInfo
-from tierloop.devices.placement import Placement, Placements
+from tierloop.devices.placement import Placement, Placements, memory_nodes
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System, from_os
+
+_MADV_DONTNEED = 4
 
 __all__ = ["CxlDevice", "cxl_topology", "open_cxl"]
 
@@ -89,6 +90,7 @@ class CxlDevice:
         self._offsets: dict[Region, int] = {}
         self._uses: Counter[Region] = Counter()
         self._lost_nbytes = 0
+        self._stale = False
         self.rates, source = rates_of(name, options, backing)
         persistent = backing.flush is not None
         memory = MemoryInfo(name, self._extents.capacity, persistent=persistent)
@@ -101,6 +103,7 @@ class CxlDevice:
             Flushes.of(site).offer(name, backing.flush)
         if backing.node is not None:
             Placements.of(site).offer(name, self._look)
+            memory_nodes(site)[name] = backing.node
 
     @property
     def info(self) -> DeviceInfo:
@@ -161,9 +164,8 @@ class CxlDevice:
         self._arena.remove(region, self._uses[region] > 0)
         offset, nbytes = self._offsets.pop(region), self._extents.rounded(region.nbytes)
         region.view = None
-        if self._backing.mapping is not None:
-            # The pages go back to their node; fresh ones read as zeros.
-            self._backing.mapping.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+        if self._backing.node is not None:
+            self._give_back(self._backing.array[offset : offset + nbytes])
             Placements.of(self._site).freed(region)
         self._extents.give(offset, nbytes)
 
@@ -194,7 +196,6 @@ class CxlDevice:
         self._offsets.clear()
         self._backing.close()
         self._backing.array = np.empty(0, dtype=np.uint8)
-        self._backing.mapping = None
 
     def _refuse(self, command: Command, queue: int) -> NoReturn:
         self._arena.alive(verb(command))
@@ -204,17 +205,23 @@ class CxlDevice:
         )
 
     def _zero(self, offset: int, piece: NDArray[np.uint8]) -> None:
-        address = piece.ctypes.data
-        backing = self._backing
-        if backing.node is None:
+        address, backing = piece.ctypes.data, self._backing
+        zeroed = False
+        if backing.node is not None:
+            try:
+                zeroed = numa.touch(backing.system, self._name, address, piece.nbytes) and not self._stale
+            except OutOfMemory:
+                self._extents.give(offset, piece.nbytes)
+                raise
+        if not zeroed:
             ctypes.memset(address, 0, piece.nbytes)
-            return
+
+    def _give_back(self, piece: NDArray[np.uint8]) -> None:
+        """Let the node have its pages again; what is touched next reads as zeros."""
         try:
-            if not numa.touch(backing.system, self._name, address, piece.nbytes):
-                ctypes.memset(address, 0, piece.nbytes)
-        except OutOfMemory:
-            self._extents.give(offset, piece.nbytes)
-            raise
+            self._backing.system.syscall(numa.SYS_MADVISE, piece.ctypes.data, piece.nbytes, _MADV_DONTNEED)
+        except OSError:  # they stay here, with what was written
+            self._stale = True
 
     def _set_aside(self, offset: int, piece: NDArray[np.uint8]) -> None:
         """Keep the lost pages of an extent taken for good, and give the others back."""

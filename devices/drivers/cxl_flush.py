@@ -68,6 +68,14 @@ def instruction() -> str | None:
     return next((name for name in _INSTRUCTIONS if features.get(name) or name == "clflush"), None)
 
 
+def can_write_back() -> bool:
+    """Whether `write_back` works here; afterwards it is compiled."""
+    name = instruction()
+    if name is not None:
+        _loop(name)
+    return name is not None
+
+
 def write_back(segment: Segment) -> None:
     """Write the cache lines of a segment back to memory and wait for it; the region has a view, the spans fit."""
     name = instruction()
@@ -89,6 +97,7 @@ def _emitted(text: str) -> Any:
 
 @cache
 def _loop(name: str) -> Callable[[int, NDArray[np.int64]], None]:
+    llvm.initialize_native_asmparser()
     line, fence = _emitted(f"{name} ($0)"), _emitted("sfence")
 
     @numba.njit(types.void(INT64, TABLE), nogil=True, error_model="numpy")

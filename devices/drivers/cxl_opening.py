@@ -12,7 +12,6 @@ ready the refusal names the state and the command that would change it. What mus
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import posixpath
 import re
@@ -28,13 +27,16 @@ from tierloop.devices.drivers import cxl_flush, numa
 from tierloop.devices.drivers.cxl_options import Options
 from tierloop.devices.drivers.cxl_parts import Dax, Topology
 from tierloop.devices.drivers.cxl_problems import to_devdax, to_system_ram
-from tierloop.devices.drivers.cxl_topology import NODES, cxl_topology
+from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.drivers.guard import PAGE, guarded
 from tierloop.devices.drivers.host_memory import available_nbytes
+from tierloop.devices.drivers.numa_mapping import advise, mapped
+from tierloop.devices.drivers.numa_topology import numa_topology, shown
 from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
     DeviceError,
+    NoPermission,
     NotPresent,
     OutOfMemory,
     ProtocolError,
@@ -44,7 +46,6 @@ from tierloop.devices.regions import Segment
 from tierloop.devices.system import FileStatus, System, from_os, resolved
 
 _DAX = re.compile(r"dax\d+\.\d+")
-_NORESERVE = 0x4000
 _EIGHTHS_OF_A_NODE = 7
 """What is taken of the memory that is free on a node if no capacity is given: page tables and others need some, too."""
 
@@ -53,8 +54,8 @@ _EIGHTHS_OF_A_NODE = 7
 class Backing:
     """Opened memory: `array` is all of it. `flush` makes a segment durable, None where the memory keeps nothing.
 
-    `grain` is what a lost page costs at least. `fd` is open, and locked, in the modes devdax and file; `mapping` is
-    there in mode node. `why` lists what is not as it might be; `model` is as in `DeviceInfo`.
+    `grain` is what a lost page costs at least. `fd` is open, and locked, in the modes devdax and file. `why`
+    lists what is not as it might be; `model` is as in `DeviceInfo`.
     """
 
     mode: Literal["devdax", "node", "file"]
@@ -63,7 +64,6 @@ class Backing:
     grain: int
     model: str
     fd: int = -1
-    mapping: mmap.mmap | None = None
     node: int | None = None
     dax: Dax | None = None
     topology: Topology = field(default_factory=Topology)
@@ -149,7 +149,7 @@ def _devdax(
         raise Unsupported(device, "open", f"{path} is a {status.kind}; a dax device is a character device")
     array = _mapped(device, path, system, fd, options.capacity or size, dax.align)
     backing = Backing("devdax", system, array, dax.align, system.model, fd, dax=dax, topology=topology)
-    if dax.persistent and cxl_flush.instruction() is not None:
+    if dax.persistent and cxl_flush.can_write_back():
         backing.flush = cxl_flush.write_back
     elif dax.persistent:
         backing.why.append(
@@ -183,37 +183,35 @@ def _file(device: str, options: Options, path: str, topology: Topology, system: 
 
 def _node(device: str, options: Options, number: int, topology: Topology, system: System) -> Backing:
     dax = topology.dax_of_node(number)
-    free = _free_nbytes(system, number)
-    if free is None:
+    machine = numa_topology(system)
+    node = machine.nodes.get(number)
+    if node is None or not node.has_memory:
         if dax is not None and dax.mode == "devdax":
             what = f"{dax.name} is in mode devdax and would become it: {to_system_ram(dax)}"
         else:
             what = topology.why(f"node{number}", *(topology.chain(dax) if dax else ())) or "no dax device has it"
         raise NotPresent(device, "open", f"node {number} has no memory; {what}")
+    if number not in machine.with_memory:
+        raise NoPermission(
+            device, "open", f"the process may not use node {number}; its cpuset allows {shown(machine.allowed_nodes)}"
+        )
     if refusal := numa.refusal(system):
-        raise Unsupported(device, "open", f"node {number} cannot be bound to: {refusal}")
-    within = min(free * _EIGHTHS_OF_A_NODE // 8, available_nbytes(system) or free) // PAGE * PAGE
-    capacity = options.capacity if options.capacity is not None else within
-    if not PAGE <= capacity <= free:
-        raise OutOfMemory(device, "open", f"{capacity} bytes of node {number}, which has {free} free")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    try:
-        mapping = mmap.mmap(-1, capacity, flags=flags)
-    except OSError as error:
-        raise OutOfMemory(device, "open", f"{capacity} bytes: {error}", error.errno) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages: small ones do
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    array = guarded(device, mapping, capacity)
+        raise NoPermission(device, "open", f"node {number} cannot be bound to: {refusal}")
+    within = min(node.free_nbytes * _EIGHTHS_OF_A_NODE // 8, available_nbytes(system) or node.free_nbytes)
+    capacity = within // PAGE * PAGE if options.capacity is None else options.capacity
+    if not PAGE <= capacity <= node.free_nbytes:
+        raise OutOfMemory(device, "open", f"{capacity} bytes of node {number}, which has {node.free_nbytes} free")
+    memory = mapped(system, device, capacity)
+    advise(system, memory, huge=True)
+    array = guarded(device, memory)
     numa.bind(system, device, array.ctypes.data, capacity, "bind", [number])
-    model = system.model
-    why = []
-    if dax is None and _has_cores(system, number):
-        model = _in_place(system, f"this host's own memory (node {number})")
-        why.append(f"node {number} has cores and comes from no dax device: it is no CXL memory")
+    backing = Backing("node", system, array, PAGE, system.model, node=number, dax=dax, topology=topology)
+    if dax is None and node.has_cpu:
+        backing.model = _in_place(system, f"this host's own memory (node {number})")
+        backing.why.append(f"node {number} has cores and comes from no dax device: it is no CXL memory")
     elif dax is None:
-        why.append(f"node {number} has no cores, and no dax device says that it is CXL memory")
-    return Backing("node", system, array, PAGE, model, -1, mapping, number, dax, topology, None, why)
+        backing.why.append(f"node {number} has no cores, and no dax device says that it is CXL memory")
+    return backing
 
 
 def _in_place(system: System, what: str) -> str:
@@ -249,24 +247,7 @@ def _mapped(device: str, path: str, system: System, fd: int, nbytes: int, grain:
         mapping = system.mmap(fd, nbytes)
     except OSError as error:
         raise from_os(device, "open", error, f"mapping {nbytes} bytes of {path}") from error
-    return guarded(device, mapping, nbytes, grain)
-
-
-def _free_nbytes(system: System, node: int) -> int | None:
-    """Free bytes of a node, None where it is not there or has no memory."""
-    try:
-        lines = system.read_text(f"{NODES}/node{node}/meminfo").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    said = {words[2]: int(words[3]) * 1024 for line in lines if len(words := line.split()) > 3 and words[3].isdecimal()}
-    return said.get("MemFree:") if said.get("MemTotal:") else None
-
-
-def _has_cores(system: System, node: int) -> bool:
-    try:
-        return bool(system.read_text(f"{NODES}/node{node}/cpulist").strip())
-    except (OSError, UnicodeDecodeError):
-        return False
+    return guarded(device, np.frombuffer(mapping, dtype=np.uint8), grain)
 
 
 def _below_dev(path: str) -> bool:

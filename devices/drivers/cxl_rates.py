@@ -19,7 +19,7 @@ from tierloop.devices.drivers.cxl_options import Options
 from tierloop.devices.drivers.cxl_parts import Topology
 from tierloop.devices.drivers.cxl_problems import CXL
 from tierloop.devices.drivers.cxl_sysfs import Folder
-from tierloop.devices.drivers.cxl_topology import NODES
+from tierloop.devices.drivers.numa_topology import NODES
 from tierloop.devices.errors import DeviceError
 from tierloop.devices.system import System, from_os
 

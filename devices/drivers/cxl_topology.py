@@ -23,10 +23,10 @@ from typing import Literal
 from tierloop.devices.drivers.cxl_parts import Dax, Decoder, Memdev, Node, Port, Region, Topology
 from tierloop.devices.drivers.cxl_problems import CXL, MEMORY, problems_of
 from tierloop.devices.drivers.cxl_sysfs import Folder
+from tierloop.devices.drivers.numa_topology import NODES
 from tierloop.devices.system import HOST, System
 
 DAX = "/sys/bus/dax/devices"
-NODES = "/sys/devices/system/node"
 
 _REGION = re.compile(r"/(region\d+)/dax_region\d+(?:/|$)")
 _PCI = re.compile(r"/([0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])/mem\d+$")

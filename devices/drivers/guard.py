@@ -68,22 +68,21 @@ _kept: list[Any] = []
 """The machine code and the libc that it is installed through; they stay for as long as the process lives."""
 
 
-def guarded(device: str, mapping: mmap.mmap, nbytes: int, grain: int = PAGE) -> NDArray[np.uint8]:
-    """The first nbytes of a writable mapping as an array whose lost grains are answered for; see the top of the file.
+def guarded(device: str, memory: NDArray[np.uint8], grain: int = PAGE) -> NDArray[np.uint8]:
+    """The same bytes as an array whose lost grains are answered for; see the top of the file.
 
-    The mapping belongs to the array from now on, and goes when the last view of it does. Raises ConfigurationError for
-    a grain that is no power of two from a page on, Misaligned for a mapping that does not begin on one, OutOfMemory
-    where RANGES mappings are guarded already, Unsupported on other systems.
+    `memory` is all of one writable mapping, which lives as long as what is returned and its views. Raises
+    ConfigurationError for a grain that is no power of two from a page on, Misaligned for memory that is not whole
+    grains, OutOfMemory where RANGES mappings are guarded already, Unsupported on other systems.
     """
     if grain < PAGE or grain & (grain - 1):
         raise ConfigurationError(f"{device}: a grain of {grain} bytes; allowed: a power of two from {PAGE} on")
-    if not 0 < nbytes <= len(mapping):
-        raise ConfigurationError(f"{device}: {nbytes} bytes of a mapping of {len(mapping)} cannot be guarded")
-    address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
-    if address % grain:
-        raise Misaligned(device, "open", f"mapped at {address:#x}, which is no multiple of {grain}")
+    address = memory.ctypes.data
+    if address % grain or memory.nbytes % grain or not memory.nbytes:
+        what = f"{memory.nbytes} bytes at {address:#x}"
+        raise Misaligned(device, "open", f"{what} were mapped; allowed: whole pieces of {grain} bytes")
     _install(device)
-    return np.asarray(_Mapped(device, mapping, address, nbytes, grain))
+    return np.asarray(_Guarded(device, memory, grain))
 
 
 def lost(array: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -108,19 +107,20 @@ def check(device: str, command: Command) -> None:
         raise MediaError(device, verb(command), f"byte {gone[0, 0]} of the host buffer is lost")
 
 
-class _Mapped:
-    """Owns a mapping and its row of the table; NumPy arrays that show it keep it alive."""
+class _Guarded:
+    """Owns mapped memory and its row of the table; NumPy arrays that show it keep it alive."""
 
-    def __init__(self, device: str, mapping: mmap.mmap, address: int, nbytes: int, grain: int) -> None:
+    def __init__(self, device: str, memory: NDArray[np.uint8], grain: int) -> None:
+        address, nbytes = memory.ctypes.data, memory.nbytes
         self._row: int | None = None
-        self._mapping = mapping
+        self._memory = memory
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
         with _lock:
             free = np.flatnonzero(_table[:, _START] == 0)
             if not len(free):
                 raise OutOfMemory(device, "open", f"{RANGES} mappings are guarded already")
             row = int(free[0])
-            marks = np.zeros(-(-nbytes // grain), dtype=np.uint8)
+            marks = np.zeros(nbytes // grain, dtype=np.uint8)
             _marks[row] = marks
             _table[row, _END:] = address + nbytes, grain.bit_length() - 1, marks.ctypes.data
             _table[row, _START] = address
@@ -145,7 +145,7 @@ def _lost_grains(array: NDArray[np.uint8]) -> list[tuple[int, int]]:
                 last = (min(end, stop) - 1 - start) >> shift
                 for grain in (np.flatnonzero(marks[first : last + 1]) + first).tolist():
                     low = start + (grain << shift)
-                    found.append((low, min(low + (1 << shift), stop)))
+                    found.append((low, low + (1 << shift)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the cxl driver share: files in place of CXL memory, recorded machines, and a dax device of theirs."""
+"""What the tests of the cxl driver share: files in its place, recorded machines, and a dax device of theirs."""
 
 from __future__ import annotations
 

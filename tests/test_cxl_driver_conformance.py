@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,9 +20,8 @@ class TestOnAFile(Suite):
     examples: ClassVar[int] = 10
 
     @pytest.fixture(autouse=True)
-    def folder(self, tmp_path: Path) -> Iterator[None]:
+    def folder(self, tmp_path: Path) -> None:
         self.path = tmp_path
-        yield
 
     def open(self, site: Site) -> Platform:
         return pair(site, {"path": str(file_of(self.path))})

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Command, segments, verb
 from tierloop.devices.completion import Completion
-from tierloop.devices.device import Estimate, check
+from tierloop.devices.device import Estimate
 from tierloop.devices.drivers import guard, numa
 from tierloop.devices.drivers.arena import Arena
 from tierloop.devices.drivers.cxl_cdat import Rates
@@ -170,11 +170,11 @@ class CxlDevice:
         self._extents.give(offset, nbytes)
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
-        """It has no queues. Raises OutOfRange, Gone or Unsupported."""
+        """It has no queues. Raises OutOfRange or Gone."""
         self._refuse(command, queue)
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
-        """It has no queues. Raises OutOfRange, Gone or Unsupported."""
+        """It has no queues. Raises OutOfRange or Gone."""
         self._refuse(command, queue)
 
     def poll(self) -> None:
@@ -199,10 +199,8 @@ class CxlDevice:
 
     def _refuse(self, command: Command, queue: int) -> NoReturn:
         self._arena.alive(verb(command))
-        check(self._info, command, queue)
-        raise Unsupported(
-            self._name, verb(command), "a CXL memory has no executors; a cpu device whose `reaches` names it has"
-        )
+        what = f"queue {queue} does not exist: this memory has no executors; a cpu device whose `reaches` names it has"
+        raise OutOfRange(self._name, verb(command), what)
 
     def _zero(self, offset: int, piece: NDArray[np.uint8]) -> None:
         address, backing = piece.ctypes.data, self._backing

@@ -79,7 +79,8 @@ class Folder:
     def link(self, name: str) -> str | None:
         """The last part of what a link leads to: the name of a driver or a device."""
         try:
-            return posixpath.basename(self.system.readlink(f"{self.path}/{name}"))
+            target = self.system.readlink(f"{self.path}/{name}")
+            return posixpath.basename(posixpath.normpath(posixpath.join(self.path, target)))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 self._complain(name, error)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tierloop.emulators.kernel import Absent, ModelKernel, Tree, failure
-from tierloop.emulators.kernel_cxl_mapping import SharedPages
+from tierloop.emulators.kernel_cxl_mapping import SharedPages, runs_of
 from tierloop.emulators.kernel_cxl_memdev import Mailbox, MemdevNode
 from tierloop.emulators.kernel_cxl_tree import CxlView, DaxView, RegionView, base_tree, cxl_tree
 from tierloop.firmware_models.cxl_card import CxlCard, Loaded
@@ -144,13 +144,13 @@ class CxlRegion:
     def look(self, _dpa: int, _nbytes: int) -> None:
         """Which pages are lost: those with a poisoned line, or all if a card is gone."""
         if any(card.removed for card in self.cards):
-            self.pages.lose_all()
+            self.pages.lose(((0, self.nbytes),))
             return
         lost = set()
         for way, (card, (_, _, dpa)) in enumerate(zip(self.cards, self.shares, strict=True)):
             for line in card.state.cells.poison_in(dpa, self.nbytes // self.interleave.ways):
                 lost.add(self.interleave.encode(way, line - dpa) // PAGE * PAGE)
-        self.pages.lose(frozenset(lost))
+        self.pages.lose(runs_of(lost))
 
     def place(self, offset: int) -> tuple[CxlCard, int]:
         """(card, device address) of an offset in the region."""

@@ -30,13 +30,17 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _TRIES = 16
 
 
+Runs = tuple[tuple[int, int], ...]
+"""Pages as [first, end) offsets, ascending, apart from each other."""
+
+
 class SharedPages:
     """The living mappings of [base, base + nbytes) of a file. Offsets count from `base`."""
 
     def __init__(self, fd: int, base: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.lost: frozenset[int] = frozenset()
-        """Offsets of the pages that are lost."""
+        self.lost: Runs = ()
+        """The pages that are lost."""
         self._fd = fd
         self._base = base
         self._empty = anonymous_file(0)
@@ -48,30 +52,30 @@ class SharedPages:
         made = _aligned(self._fd, nbytes, self._base + offset, align)
         address = address_of(made)
         self._living.append((weakref.ref(made), address, offset, nbytes))
-        for page in self.lost:
-            self._place(address, offset, nbytes, page, lost=True)
+        for run in self.lost:
+            self._place(address, offset, nbytes, run, lost=True)
         return made
 
-    def lose(self, pages: frozenset[int]) -> None:
-        """From now on these pages are lost, and no others."""
+    def lose(self, runs: Runs) -> None:
+        """From now on these pages are lost, and no others; what stays lost is not touched."""
         self._living = [entry for entry in self._living if (held := entry[0]()) is not None and not held.closed]
-        changed = self.lost ^ pages
-        self.lost = pages
+        gone, back = _without(runs, self.lost), _without(self.lost, runs)
+        self.lost = runs
         for alive, address, offset, nbytes in self._living:
             if alive() is None:
                 continue
-            for page in changed:
-                self._place(address, offset, nbytes, page, lost=page in pages)
+            for run in gone:
+                self._place(address, offset, nbytes, run, lost=True)
+            for run in back:
+                self._place(address, offset, nbytes, run, lost=False)
 
-    def lose_all(self) -> None:
-        """The card is gone."""
-        self.lose(frozenset(range(0, self.nbytes, PAGE)))
-
-    def _place(self, address: int, offset: int, nbytes: int, page: int, lost: bool) -> None:
-        if not offset <= page < offset + nbytes:
+    def _place(self, address: int, offset: int, nbytes: int, run: tuple[int, int], lost: bool) -> None:
+        first, last = max(run[0], offset), min(run[1], offset + nbytes)
+        if first >= last:
             return
-        fd, at = (self._empty, 0) if lost else (self._fd, self._base + page)
-        placed = _libc.mmap(address + page - offset, PAGE, _READ_WRITE, mmap.MAP_SHARED | _FIXED, fd, at)
+        fd = self._empty if lost else self._fd
+        shared = mmap.MAP_SHARED | _FIXED
+        placed = _libc.mmap(address + first - offset, last - first, _READ_WRITE, shared, fd, self._base + first)
         if placed == _FAILED:
             raise failure(ctypes.get_errno())
 
@@ -79,6 +83,26 @@ class SharedPages:
 def address_of(mapping: mmap.mmap) -> int:
     """Where a mapping begins; nothing keeps it from being closed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def runs_of(pages: set[int]) -> Runs:
+    """Offsets of pages as runs."""
+    runs: list[tuple[int, int]] = []
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + PAGE)
+        else:
+            runs.append((page, page + PAGE))
+    return tuple(runs)
+
+
+def _without(runs: Runs, others: Runs) -> Runs:
+    """What of the runs is in none of the others."""
+    left = list(runs)
+    for first, last in others:
+        cut = [((a, min(b, first)), (max(a, last), b)) for a, b in left]
+        left = [piece for pieces in cut for piece in pieces if piece[0] < piece[1]]
+    return tuple(left)
 
 
 def _aligned(fd: int, nbytes: int, offset: int, align: int) -> mmap.mmap:

@@ -11,6 +11,7 @@ away. What must hold:
   written, and what is read there is old.
 - A load of a poisoned line says so, and its neighbours are untouched. A load of what is not decoded gives ones, a store
   there is dropped.
+- A partial store to a poisoned line leaves it poisoned; a store of the whole line makes it good.
 - Volatile bytes are gone when the power is; persistent ones, labels, poison in persistent memory and the shutdown count
   stay. Registers, decoders, event logs and the time are as after a reset.
 
@@ -30,6 +31,7 @@ from tierloop.firmware_models.cxl_events import DRAM, FAILURE, GENERAL_MEDIA, ME
 from tierloop.firmware_models.cxl_events import dram as dram_detail
 from tierloop.firmware_models.cxl_events import general_media as general_media_detail
 from tierloop.firmware_models.cxl_events import memory_module as memory_module_detail
+from tierloop.firmware_models.cxl_link import Carried, CxlLink
 from tierloop.firmware_models.cxl_part import LINE, CxlPart
 from tierloop.firmware_models.cxl_state import CxlState
 
@@ -53,10 +55,11 @@ class Commanded(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A line, and whether it is poisoned."""
+    """A line, and whether it is poisoned; `carried` says when, if the card was told when the load came."""
 
     data: bytes
     poisoned: bool
+    carried: Carried | None = None
 
 
 class CxlCard:
@@ -65,6 +68,7 @@ class CxlCard:
     def __init__(self, part: CxlPart | None = None) -> None:
         self.part = part or CxlPart()
         self.state = CxlState(self.part)
+        self.link = CxlLink(self.part.link)
         self.history: deque[Commanded] = deque(maxlen=_REMEMBERED)
         self.removed = False
         self.changes = 0
@@ -117,33 +121,36 @@ class CxlCard:
 
     # the bus face: memory
 
-    def load(self, hpa: int) -> Loaded:
-        """Load the line at a host address. Raises ValueError for what is no line's address."""
+    def load(self, hpa: int, at_ns: int | None = None) -> Loaded:
+        """Load the line at a host address, at a time if its time matters. Raises ValueError for what is no line."""
         dpa = self._translated(hpa)
         if dpa is None:
             return Loaded(_ONES, False)
+        carried = None if at_ns is None else self.link.carry(at_ns, dpa, False)
         if self.state.erasing:
-            return Loaded(_ONES, True)
+            return Loaded(_ONES, True, carried)
         self.state.cells.note("read", dpa, LINE)
         if dpa in self.state.cells.poisoned:
-            self._report(dpa)
-            return Loaded(_ONES, True)
-        return Loaded(self.state.cells.read(dpa, LINE), False)
+            self.media_event(dpa)
+            return Loaded(_ONES, True, carried)
+        return Loaded(self.state.cells.read(dpa, LINE), False, carried)
 
-    def store(self, hpa: int, data: bytes, first: int = 0) -> None:
+    def store(self, hpa: int, data: bytes, first: int = 0, at_ns: int | None = None) -> Carried | None:
         """Store bytes of the line at a host address, from its byte `first` on. Raises ValueError."""
         if not data or first < 0 or first + len(data) > LINE:
             raise ValueError(f"{len(data)} bytes from byte {first} of a line on; allowed: 1 to {LINE} within it")
         dpa = self._translated(hpa)
+        carried = None if at_ns is None or dpa is None else self.link.carry(at_ns, dpa, True)
         if dpa is None or self.state.erasing:
-            return
+            return carried
         self.state.cells.note("write", dpa, LINE)
         if len(data) == LINE:
             self.state.cells.heal(dpa, data)
         else:
             self.state.cells.write(dpa + first, data)
-        if self.part.capacity > self.state.volatile_nbytes <= dpa:
+        if dpa >= self.state.volatile_nbytes:
             self.state.dirty = True
+        return carried
 
     def cdat(self) -> bytes:
         """The table of attributes, as a read over the data object exchange gives it."""
@@ -290,9 +297,6 @@ class CxlCard:
         if hpa % LINE or hpa < 0:
             raise ValueError(f"host address {hpa:#x}; allowed: multiples of {LINE}")
         return None if self.removed else self.state.decoders.translate(hpa)
-
-    def _report(self, dpa: int) -> None:
-        self.media_event(dpa)
 
     def _inside(self, dpa: int, nbytes: int) -> None:
         if dpa < 0 or nbytes < 0 or dpa + nbytes > self.part.capacity:

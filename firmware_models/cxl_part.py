@@ -28,7 +28,8 @@ class CxlLinkPart:
 
     Credits bound the lines that are under way: one request credit for each read, one data credit for each write, held
     until the answer is back. `channels` of the medium take a line each `channel_ns`; a read is there after `media_ns`.
-    Of `queue_entries`, DevLoad is light below an eighth of `light`, overloaded from `moderate` and `severe` on.
+    Of the lines that credits allow, so many eighths may be in the card before its load is no longer light, moderate
+    overload, severe overload.
     """
 
     bytes_per_s: int = 32_000_000_000
@@ -39,10 +40,9 @@ class CxlLinkPart:
     channels: int = 2
     channel_ns: int = 4
     media_ns: int = 90
-    queue_entries: int = 64
     light: int = 2
-    moderate: int = 5
-    severe: int = 7
+    moderate: int = 4
+    severe: int = 6
 
     def __post_init__(self) -> None:
         if self.flit_nbytes not in SLOTS_PER_FLIT:

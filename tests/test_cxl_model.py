@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cxl_rig import CM, MAILBOX, ask, card, commit, decoding, hdm, told
+from tests.cxl_card_rig import CM, MAILBOX, ask, card, commit, decoding, hdm, told
 from tierloop.firmware_models.cxl_card import Commanded
 from tierloop.firmware_models.cxl_cells import MediaOperation
 from tierloop.firmware_models.cxl_codes import Code

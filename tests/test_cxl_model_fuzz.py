@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cxl_rig import ask, card, commit, decoding
+from tests.cxl_card_rig import ask, card, commit, decoding
 from tierloop.devices.system import HOST
 from tierloop.emulators.kernel_cxl import cxl_machine
 from tierloop.emulators.kernel_cxl_memdev import QUERY, SEND

@@ -29,7 +29,7 @@ from typing import Literal
 
 from tierloop.emulators.kernel import Absent, ModelKernel, Tree, failure
 from tierloop.emulators.kernel_cxl_mapping import SharedPages, runs_of
-from tierloop.emulators.kernel_cxl_memdev import Mailbox, MemdevNode
+from tierloop.emulators.kernel_cxl_memdev import Mailbox, MemdevNode, Raw
 from tierloop.emulators.kernel_cxl_tree import CxlView, DaxView, RegionView, base_tree, cxl_tree
 from tierloop.firmware_models.cxl_card import CxlCard, Loaded
 from tierloop.firmware_models.cxl_cells import PAGE, Lent, anonymous_file
@@ -80,11 +80,12 @@ def cxl_machine(
     mode: DaxMode | Literal["memdev"] = "devdax",
     regions: Sequence[RegionPlan] | None = None,
     base: Tree | None = None,
-    raw: bool = False,
+    raw: Raw = "refused",
 ) -> CxlKernel:
     """A machine with these cards. Without `regions`, each card has one for each of its partitions; "memdev" makes none.
 
-    `mode` is that of all regions whose plan has none; `base` is the tree of the rest of the machine. Raises ValueError.
+    `mode` is that of all regions whose plan has none; `base` is the tree of the rest of the machine, `raw` what the
+    kernel does with raw commands to a card. Raises ValueError.
     """
     kernel = CxlKernel([card if isinstance(card, CxlCard) else CxlCard(card) for card in cards], base, raw)
     if regions is None:
@@ -177,7 +178,7 @@ class DaxNode(Absent):
 class CxlKernel(ModelKernel):
     """A machine with CXL cards; made by `cxl_machine`. `cards` and `regions` are the back door to what is behind it."""
 
-    def __init__(self, cards: Sequence[CxlCard], base: Tree | None = None, raw: bool = False) -> None:
+    def __init__(self, cards: Sequence[CxlCard], base: Tree | None = None, raw: Raw = "refused") -> None:
         self.cards = list(cards)
         self.regions: list[CxlRegion] = []
         self._base = base or base_tree()

@@ -2,7 +2,8 @@
 
 Two requests: which commands there are, and send one. As in Linux 6.12:
 
-- Commands are named by their place in a list, not by opcode; a raw opcode is EPERM unless the kernel was built for it.
+- Commands are named by their place in a list, not by opcode. A raw opcode is EPERM unless the kernel was built for it,
+  and then those for poison, partitions, labels and erasing still are, unless a switch for debugging lets all through.
 - What concerns poison, and a partition that changes at once, is not for programs: ENOTTY, EBUSY. What the kernel uses
   for itself on a persistent card (labels, partitions, shutdown state) is EBUSY.
 - Lengths are checked before the card is asked: ENOMEM for a payload of another length than the command's. An address
@@ -16,7 +17,7 @@ import ctypes
 import errno
 import os
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tierloop.emulators.kernel import Absent, failure
 from tierloop.firmware_models.cxl_card import ANSWER, COMMAND, CONTROL, DOORBELL, MAILBOX, PAYLOAD, CxlCard
@@ -54,9 +55,10 @@ COMMANDS = {
     12: KnownCommand(Op.SET_ALERTS, 0x0C, 0),
     13: KnownCommand(Op.GET_SHUTDOWN, 0, 1),
     14: KnownCommand(Op.SET_SHUTDOWN, 1, 0, True),
+    18: KnownCommand(Op.GET_SCAN_CAPABILITIES, 0x10, 4),
     21: KnownCommand(Op.GET_TIMESTAMP, 0, 8),
 }
-"""By number. 15 to 20 are commands for poison that programs are not given any more."""
+"""By number. What is missing from 15 to 20 are commands for poison that programs are not given any more."""
 _NOT_RAW = (
     Op.SET_PARTITIONS,
     Op.SET_LSA,
@@ -65,6 +67,10 @@ _NOT_RAW = (
     Op.INJECT_POISON,
     Op.CLEAR_POISON,
 )
+
+
+Raw = Literal["refused", "checked", "all"]
+"""Raw commands: of a kernel without them, of one that has them, and of that with its switch for debugging."""
 
 
 class Mailbox:
@@ -96,9 +102,9 @@ class Mailbox:
 
 
 class MemdevNode(Absent):
-    """The character device of one card. With `raw`, as a kernel that was built to let raw commands through."""
+    """The character device of one card."""
 
-    def __init__(self, card: CxlCard, raw: bool = False) -> None:
+    def __init__(self, card: CxlCard, raw: Raw = "refused") -> None:
         self._mailbox = Mailbox(card)
         self._raw = raw
         self._enabled = self._probed()
@@ -183,7 +189,8 @@ class MemdevNode(Absent):
         opcode = raw & 0xFFFF
         if raw >> 16 or size_out > limit:
             raise failure(errno.EINVAL)
-        if not self._raw or opcode in _NOT_RAW or opcode >> 8 in (0x44, 0x45, 0x46):
+        kept = opcode in _NOT_RAW or opcode >> 8 in (0x44, 0x45, 0x46)
+        if self._raw == "refused" or (kept and self._raw != "all"):
             raise failure(errno.EPERM)
         return opcode
 

@@ -135,7 +135,7 @@ def test_committed_decoders_never_overlap(tries: list[tuple[int, int, int, int]]
     ),
 )
 def test_any_request_to_a_memdev_is_answered_or_an_error(request: int, argument: bytes) -> None:
-    kernel = cxl_machine([CxlPart()], mode="memdev", raw=True)
+    kernel = cxl_machine([CxlPart()], mode="memdev", raw="all")
     kernel.cards[0].poke(0, MARK)
     fd = kernel.open("/dev/cxl/mem0", os.O_RDWR)
     with suppress(OSError):

@@ -4,20 +4,21 @@ The bytes are real memory of this process; what is made up is on which node each
 that devices/drivers/numa.py and numa_mapping.py make: mbind, get_mempolicy, move_pages, mmap and munmap of anonymous
 memory, madvise, and sched_setaffinity. What must hold, as on Linux:
 
-- A page lies nowhere until it is touched, then where the policy of its address says: on the named nodes in turn or the
-  first with room (bind), or if they are full wherever there is room (preferred, interleave). Bind with no room is EFAULT
-  from the call that touches, for the kernel would kill the process.
-- An address that is not on a page's boundary is EINVAL, a node that is not there or has no memory is EINVAL for mbind
-  and ENODEV for move_pages, one that the process may not use EINVAL and EACCES. A mask is cut to one bit less than it is
-  said to have. Memory that is not mapped is EFAULT. What the container forbids is EPERM, checked before anything else.
+- A page lies nowhere until it is touched, then where the policy of its address says: on the named nodes, in turn or the
+  first with room (bind), or if they are full wherever there is room (preferred, interleave). Bind without room is
+  EFAULT from the call that touches; Linux would kill the process.
+- An address that is not on a page's boundary is EINVAL. Nodes of a mask that are not there, have no memory or are not
+  the process's are dropped silently, and if none is left it is EINVAL; move_pages says ENODEV and EACCES. A mask is cut
+  to one bit less than it is said to have. Memory that is not mapped is EFAULT. What the container forbids is EPERM,
+  checked before anything else.
 - Pinning moves a page out of a movable node (`pin`), and pinned pages do not move (EBUSY).
 
 Touching is seen where the kernel does it (MADV_POPULATE_WRITE). Stores of the process are not seen: with
 `populates=False` there is no such call, as before Linux 5.14, and pages count as touched, from the node `home`, when
 they are first asked for.
 
-The back door: `touch`, `pin`, `unpin`, `relocate` (the kernel moves pages behind us), `used`, `forbid`, `bound_to` (the
-affinity that threads asked for), `pages_at`.
+The back door: `touch`, `pin`, `unpin`, `relocate` (the kernel moves pages behind us), `used`, `pages_at`, `forbid` and
+`permit`, `bound_to` (the affinity that threads asked for).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import errno
 import mmap as mmap_module
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +47,7 @@ _MODES = {
     numa.MPOL_WEIGHTED_INTERLEAVE,
 }
 _HUGETLB = 0x40000
+_WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _ADVICE_ALLOWED = {numa_mapping.MADV_HUGEPAGE, numa_mapping.MADV_NOHUGEPAGE}
 _NODES_BELOW = 64
 _MOVE_MASK = 0b110
@@ -100,12 +103,9 @@ class NumaMemory:
             for n, node in shown.nodes.items()
         }
         made = cls(nodes, min(shown.with_cpus, default=0), populates)
-        weights = "/sys/kernel/mm/mempolicy/weighted_interleave"
-        made.weights |= {
-            n: int(kernel.read_text(f"{weights}/node{n}"))
-            for n in nodes
-            if kernel.tree.real(f"{weights}/node{n}") in kernel.tree.files
-        }
+        for n in nodes:
+            with suppress(OSError):
+                made.weights[n] = int(kernel.read_text(f"{_WEIGHTS}/node{n}"))
         made.attach(kernel)
         return made
 
@@ -125,6 +125,10 @@ class NumaMemory:
     def forbid(self, call: str, number: int = errno.EPERM) -> None:
         """Let every mbind, get_mempolicy, move_pages or madvise fail from now on, as in a container."""
         self._forbidden[call] = number
+
+    def permit(self, call: str) -> None:
+        """Let a call work again."""
+        self._forbidden.pop(call, None)
 
     def touch(self, address: int, nbytes: int, home: int | None = None) -> None:
         """Touch pages that were not touched, from a core of the node `home`. Raises OSError: EFAULT without room."""

@@ -9,13 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tierloop.devices.clocks import WallClock
-from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
-from tierloop.devices.drivers.numa_topology import numa_topology
 from tierloop.devices.platform import Platform
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
@@ -78,15 +74,6 @@ def pair(site: Site, options: dict[str, Any], system: System = HOST, capacity: i
     memory = open_cxl("cxl0", site, options, system)
     cpu = open_cpu("cpu0", site, {"capacity": capacity, "queues": 2, "threads": 2, "reaches": ["cxl0"]})
     return Platform("pair", site, {"cpu0": cpu, "cxl0": memory}, "cpu0")
-
-
-def a_node_of_this_machine() -> int:
-    """A node that this process may bind to; skips the test where there is none."""
-    why = numa.refusal(HOST)
-    nodes = numa_topology(HOST).with_memory
-    if why or not nodes:
-        pytest.skip(why or "this kernel shows no node with memory")
-    return nodes[0]
 
 
 def opened(options: dict[str, Any], system: System = HOST) -> CxlDevice:

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.attention_case import bytes_of
-from tests.cxl_rig import MIB, PAGE, a_node_of_this_machine, devdax, file_of, opened, pair, tree
+from tests.cxl_rig import MIB, PAGE, devdax, file_of, opened, pair, tree
 from tests.launches import carry_out, every_kernel
+from tests.numa_rig import a_node_of_this_machine
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Flush, Read
 from tierloop.devices.device import Device
@@ -516,6 +517,14 @@ def test_what_the_kernel_says_of_the_whole_path_comes_first() -> None:
 def test_options_overrule_what_the_machine_says() -> None:
     found, source, _ = rates({"path": "/dev/dax0.0", "read_latency_ns": 99}, devdax()[0])
     assert (found, source) == (Rates(99), "said by the options")
+
+
+def test_a_cpu_device_takes_the_path_to_a_devdax_from_its_driver(site: Site) -> None:
+    platform = pair(site, {"path": "/dev/dax0.0"}, devdax()[0])
+    path = platform.device("cpu0").info.executors[0].path("cxl0")
+    assert path is not None
+    assert (path.latency_ns, path.read_bytes_per_s, path.write_bytes_per_s) == (150, 32_000_000_000, 24_000_000_000)
+    platform.close()
 
 
 @pytest.mark.parametrize(

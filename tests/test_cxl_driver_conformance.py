@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from tests.cxl_rig import MIB, a_node_of_this_machine, devdax, file_of, pair
+from tests.cxl_rig import MIB, devdax, file_of, pair
+from tests.numa_rig import a_node_of_this_machine
 from tierloop.devices.conformance import Suite
 from tierloop.devices.platform import Platform
 from tierloop.devices.site import Site

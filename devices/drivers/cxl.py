@@ -39,7 +39,7 @@ from tierloop.devices.drivers.cxl_cdat import Rates
 from tierloop.devices.drivers.cxl_flush import Flushes
 from tierloop.devices.drivers.cxl_opening import Backing, open_backing
 from tierloop.devices.drivers.cxl_options import Options
-from tierloop.devices.drivers.cxl_rates import rates_of
+from tierloop.devices.drivers.cxl_rates import rates_of, stated_paths
 from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.guard import PAGE
@@ -52,7 +52,7 @@ from tierloop.devices.errors import (
     ProtocolError,
     Unsupported,
 )
-from tierloop.devices.info import DeviceInfo, MemoryInfo
+from tierloop.devices.info import DeviceInfo, MemoryInfo, Path
 from tierloop.devices.placement import Placement, Placements, memory_nodes
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
@@ -99,6 +99,9 @@ class CxlDevice:
         self._closed = False
         self._platform.arrivals.append(self._began)
         self._platform.observers.append(self._ended)
+        if any(self.rates) and (backing.node is None or options.says_rates):
+            slowest = max(self.rates.read_latency_ns, self.rates.write_latency_ns)
+            stated_paths(site)[name] = Path(name, slowest, self.rates.read_bytes_per_s, self.rates.write_bytes_per_s)
         if backing.flush is not None:
             Flushes.of(site).offer(name, backing.flush)
         if backing.node is not None:

@@ -32,6 +32,11 @@ class Options:
     write_bytes_per_s: int = 0
     folder: str = "."
 
+    @property
+    def says_rates(self) -> bool:
+        """Whether any latency or rate is given."""
+        return any((self.read_latency_ns, self.write_latency_ns, self.read_bytes_per_s, self.write_bytes_per_s))
+
     @classmethod
     def of(cls, device: str, options: dict[str, Any]) -> Options:
         """Read and check the options of a platform file. Raises ConfigurationError."""

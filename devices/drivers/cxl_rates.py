@@ -21,18 +21,24 @@ from tierloop.devices.drivers.cxl_problems import CXL
 from tierloop.devices.drivers.cxl_sysfs import Folder
 from tierloop.devices.drivers.numa_topology import NODES
 from tierloop.devices.errors import DeviceError
+from tierloop.devices.info import Path
+from tierloop.devices.site import Site
 from tierloop.devices.system import System, from_os
 
 _MIB = 1 << 20
 
 
+def stated_paths(site: Site) -> dict[str, Path]:
+    """How each memory that no node stands for is reached, as its driver states it: what a cpu device falls back on."""
+    paths: dict[str, Path] = site.shared.setdefault("stated_paths", {})
+    return paths
+
+
 def rates_of(device: str, options: Options, backing: Backing) -> tuple[Rates, str]:
     """The rates of opened memory, and who says so. What cannot be read is a sentence in `backing.why`."""
-    given = Rates(
-        options.read_latency_ns, options.write_latency_ns, options.read_bytes_per_s, options.write_bytes_per_s
-    )
-    if any(given):
-        return given, "said by the options"
+    if options.says_rates:
+        given = options.read_latency_ns, options.write_latency_ns, options.read_bytes_per_s, options.write_bytes_per_s
+        return Rates(*given), "said by the options"
     topology, dax = backing.topology, backing.dax
     region = topology.region(dax.region) if dax is not None else None
     folders = [f"{CXL}/{region.name}/access0"] if region is not None else []

@@ -12,9 +12,9 @@ The three system calls are made through a `System`, so that a model may answer t
 
 Weighted interleaving: the kernel's own (Linux 6.9) has one set of weights for the whole machine, which root sets. It is
 used where those weights are the ones that are asked for. Everywhere else the range is cut into runs, each bound to one
-node, in turn and as long as the weights say: the shares are exact for every region, on every kernel, without root. A
-run is a whole number of pages (of huge ones, where the range is long enough), and a range has at most `MOST_RUNS`, for
-the kernel allows a process 65,530 mappings by default and each run becomes one.
+node, in turn and as long as the weights say: on every kernel, without root, and with shares that are exact but for a
+last turn that is cut short. A run is a whole number of pages (of huge ones, where the range is long enough), and a
+range has at most `MOST_RUNS`, for the kernel allows a process 65,530 mappings by default and each run becomes one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_policy(device: str, mode: str, nodes: Sequence[int], weights: Sequence
 def runs(nbytes: int, nodes: Sequence[int], weights: Sequence[int], page: int = PAGE) -> list[tuple[int, int, int]]:
     """A range cut into runs (offset, length, node) by weights: at most about `MOST_RUNS`, whole pages each.
 
-    With two nodes and the weights 3 and 1 it is three grains on the first, one on the second, and so on.
+    With two nodes and the weights 3 and 1, three grains lie on the first, one on the second, and so on.
     """
     period = sum(weights)
     grain = max(page, HUGE_NBYTES if nbytes >= HUGE_NBYTES * period else PAGE)

@@ -90,7 +90,7 @@ class NumaTopology:
         """The cores that this process may use on these nodes, or on the nearest ones where these have none."""
         wanted = list(nodes)
         here = frozenset[int]().union(*(self.nodes[node].cpus for node in wanted)) & self.allowed_cpus
-        if here or not self.with_cpus:
+        if here or not wanted or not self.with_cpus:
             return here or self.allowed_cpus
         by_distance = {n: min(self._distance(n, node) for node in wanted) for n in self.with_cpus}
         nearest = min(by_distance.values())
@@ -105,7 +105,8 @@ class NumaTopology:
     def path(self, cpus: Iterable[int], memory: str, node: int | None) -> Path:
         """How cores reach a memory on a node, as far as the firmware says: only its best initiators are known."""
         initiators = self.nodes_of_cpus(cpus)
-        for access in self.nodes[node].access if node in self.nodes else ():
+        reached = None if node is None else self.nodes.get(node)
+        for access in reached.access if reached is not None else ():
             if initiators and initiators <= access.initiators:
                 return Path(memory, access.read_latency_ns, access.read_bytes_per_s, access.write_bytes_per_s)
         return Path(memory, 0, 0, 0)
@@ -139,6 +140,11 @@ def numa_topology(system: System) -> NumaTopology:
     allowed_nodes = _allowed(system, "Mems_allowed_list", "cpuset.mems.effective")
     return NumaTopology(nodes, everywhere if allowed_cpus is None else allowed_cpus,
                         frozenset(nodes) if allowed_nodes is None else allowed_nodes)  # fmt: skip
+
+
+def free_nbytes(system: System, node: int) -> int:
+    """What is free on a node now, pages of files that can be dropped included; 0 where the kernel does not say."""
+    return _memory(system, node)["free_nbytes"]
 
 
 def numbers_of(text: str) -> frozenset[int]:

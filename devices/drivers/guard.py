@@ -126,11 +126,11 @@ class _Guarded:
             _table[row, _START] = address
             self._row = row
 
-    def __del__(self) -> None:
-        if self._row is not None:
-            with _lock:
-                _table[self._row, _START] = 0
-                del _marks[self._row]
+    def __del__(self, lock: Any = _lock, table: Any = _table, marks: Any = _marks) -> None:
+        if self._row is not None:  # what it needs is bound above: at the end of the process globals go first
+            with lock:
+                table[self._row, 0] = 0
+                del marks[self._row]
 
 
 def _lost_grains(array: NDArray[np.uint8]) -> list[tuple[int, int]]:
@@ -138,9 +138,9 @@ def _lost_grains(array: NDArray[np.uint8]) -> list[tuple[int, int]]:
     base, end = array.ctypes.data, array.ctypes.data + array.nbytes
     found: list[tuple[int, int]] = []
     with _lock:
-        for row, marks in _marks.items():
+        for row, marks in list(_marks.items()):  # an array may die at any moment, and its row with it
             start, stop, shift = _table[row, :_MARKS].tolist()
-            if base < stop and start < end:
+            if start and base < stop and start < end:
                 first = max(base - start, 0) >> shift
                 last = (min(end, stop) - 1 - start) >> shift
                 for grain in (np.flatnonzero(marks[first : last + 1]) + first).tolist():

@@ -49,13 +49,14 @@ def _of_memdev(topology: Topology, memdev: Memdev) -> Iterator[Problem]:
             yield Problem(decoder.name, "its type is accelerator: its bytes belong to a device that caches them")
         if decoder.locked and decoder.region is None:
             yield Problem(decoder.name, "locked by firmware and in no region: it stays so until the machine is reset")
-    if any(decoder.region for decoder in mine):
-        return
+    mapped = {decoder.mode for decoder in mine if decoder.region}
     kinds = [kind for kind, nbytes in (("ram", memdev.ram_nbytes), ("pmem", memdev.pmem_nbytes)) if nbytes]
     if not kinds:
         dynamic = f"; {len(memdev.dynamic)} dynamic partitions wait for capacity" if memdev.dynamic else ""
         yield Problem(memdev.name, f"it has no capacity{dynamic}")
     for kind in kinds:
+        if kind in mapped:
+            continue
         window = next((d for d in topology.decoders if d.kind == "root" and kind in d.takes), None)
         if window is None:
             yield Problem(memdev.name, f"no region, and no window of the platform takes {kind} (see the CEDT)")

@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 
 from tests.attention_case import Case, bytes_of
 from tests.cxl_rig import MIB, PAGE, devdax, file_of, pair
+from tests.pnm_rig import card_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
 from tierloop.devices.drivers import guard
+from tierloop.devices.drivers.nvme import open_nvme
+from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, MediaError, Misaligned, OutOfMemory
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
@@ -248,6 +251,18 @@ def test_a_lost_host_buffer_is_found_as_well(rig: Rig, cut: tuple[Bytes, int]) -
         wait(rig.site.clock, rig.cpu.submit(Write(region.all(), array[:PAGE])))
 
 
+def test_other_devices_that_copy_lost_bytes_by_themselves_see_it_too(rig: Rig, tmp_path: Path) -> None:
+    gone, host = rig.filled(PAGE, 5), rig.cpu.alloc(PAGE)
+    options = {"path": str(tmp_path / "drive"), "capacity": MIB, "create": True, "reaches": ["cpu0", "cxl0"]}
+    drive = open_nvme("nvme0", rig.site, options)
+    pnm = open_pnm("pnm0", rig.site, {"reaches": ["cpu0", "cxl0"]}, window=card_of(capacity=MIB).bus())
+    rig.lose(0)
+    for device in (drive, pnm):
+        with pytest.raises(MediaError, match=f"{device.info.name}: copy: .* is lost"):
+            wait(rig.site.clock, device.submit(Copy(gone.all(), host.all())))
+        device.close()
+
+
 def test_lost_bytes_are_not_allocated_again_until_the_memory_is_opened_again(rig: Rig) -> None:
     gone = rig.filled(4 * PAGE, 5)
     rig.lose(2 * PAGE)
@@ -281,6 +296,8 @@ _PREAMBLE = """
 import faulthandler, mmap, os, signal, tempfile
 import numpy as np
 from tierloop.devices.drivers import guard
+from tierloop.devices.drivers.nvme import open_nvme
+from tierloop.devices.drivers.pnm import open_pnm
 def mapped():
     file = tempfile.TemporaryFile()
     file.truncate(4096)

@@ -4,9 +4,9 @@ The bytes are real memory of this process; what is made up is on which node each
 that devices/drivers/numa.py and numa_mapping.py make: mbind, get_mempolicy, move_pages, mmap and munmap of anonymous
 memory, madvise, and sched_setaffinity. What must hold, as on Linux:
 
-- A page lies nowhere until it is touched, then where the policy of its address says: on the named nodes, in turn or the
-  first with room (bind), or if they are full wherever there is room (preferred, interleave). Bind without room is
-  EFAULT from the call that touches; Linux would kill the process.
+- A page lies nowhere until it is touched, then where the policy of its address says: in turn (interleave, by the page's
+  number), or on the nearest of the named nodes that has room (bind, preferred). If those are full, it lies on the
+  nearest node that has room, but not under bind: that is EFAULT from the call that touches; Linux may kill the process.
 - An address that is not on a page's boundary is EINVAL. Nodes of a mask that are not there, have no memory or are not
   the process's are dropped silently, and if none is left it is EINVAL; move_pages says ENODEV and EACCES. A mask is cut
   to one bit less than it is said to have. Memory that is not mapped is EFAULT. What the container forbids is EPERM,
@@ -39,7 +39,11 @@ from tierloop.emulators.kernel import ModelKernel, failure
 PAGE = numa.PAGE
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _MOST_BITS = PAGE * 8
+_MPOL_LOCAL = 4
+"""What `preferred` without nodes becomes: the node of the core that touches."""
 _MODES = {
+    numa.MPOL_DEFAULT,
+    _MPOL_LOCAL,
     numa.MPOL_PREFERRED,
     numa.MPOL_BIND,
     numa.MPOL_INTERLEAVE,
@@ -50,6 +54,7 @@ _HUGETLB = 0x40000
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _ADVICE_ALLOWED = {numa_mapping.MADV_HUGEPAGE, numa_mapping.MADV_NOHUGEPAGE}
 _NODES_BELOW = 64
+_STATIC_NODES = 0x8000
 _MOVE_MASK = 0b110
 _LOOK_NBYTES = 1 << 30
 _seen = (ctypes.c_ubyte * (_LOOK_NBYTES // PAGE))()
@@ -76,11 +81,20 @@ class Memory:
 
 
 class NumaMemory:
-    """See the top of the file. `home` is the node of the cores that this process runs on."""
+    """See the top of the file. `home` is the node of the cores that this process runs on; without `distances` all other
+    nodes are equally far.
+    """
 
-    def __init__(self, nodes: Mapping[int, Memory], home: int = 0, populates: bool = True) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[int, Memory],
+        home: int = 0,
+        populates: bool = True,
+        distances: Mapping[int, Mapping[int, int]] | None = None,
+    ) -> None:
         self.nodes = dict(nodes)
         self.home = home
+        self._distances = {node: dict(row) for node, row in (distances or {}).items()}
         self.used = dict.fromkeys(self.nodes, 0)
         """Bytes that lie on each node."""
         self.bound_to: list[frozenset[int]] = []
@@ -102,7 +116,8 @@ class NumaMemory:
             n: Memory(node.free_nbytes, node.movable_nbytes > 0, n in shown.allowed_nodes)
             for n, node in shown.nodes.items()
         }
-        made = cls(nodes, min(shown.with_cpus, default=0), populates)
+        distances = {n: node.distances for n, node in shown.nodes.items()}
+        made = cls(nodes, min(shown.with_cpus, default=0), populates, distances)
         for n in nodes:
             with suppress(OSError):
                 made.weights[n] = int(kernel.read_text(f"{_WEIGHTS}/node{n}"))
@@ -141,7 +156,7 @@ class NumaMemory:
         self.touch(address, nbytes)
         for page in _pages(address, nbytes):
             if self.nodes[self._where[page]].movable:
-                fixed = [node for node in self._by_distance(self.home) if not self.nodes[node].movable]
+                fixed = [node for node in self._nearest(self.home) if not self.nodes[node].movable]
                 self._put(page, self._first_with_room(fixed, errno.ENOMEM))
             self._pinned.add(page)
 
@@ -163,23 +178,29 @@ class NumaMemory:
 
     def _mbind(self, address: int, nbytes: int, mode: int, mask: int, maxnode: int, flags: int) -> int:
         self._permitted("mbind")
-        if address % PAGE or flags & ~0b111 or mode & numa.MPOL_MODE_FLAGS & ~0x8000:
+        policy, length = mode & ~numa.MPOL_MODE_FLAGS, -(-nbytes // PAGE) * PAGE
+        if policy not in _MODES or mode & numa.MPOL_MODE_FLAGS & ~_STATIC_NODES:
             raise failure(errno.EINVAL)
         nodes = self._read_mask(mask, maxnode)
-        policy = mode & ~numa.MPOL_MODE_FLAGS
-        length = -(-nbytes // PAGE) * PAGE
-        if policy == numa.MPOL_DEFAULT:
+        if address % PAGE or flags & ~0b111 or length < 0:
+            raise failure(errno.EINVAL)
+        if length == 0:  # before it looks at the nodes
+            return 0
+        made = self._policy_of(policy, nodes)
+        self._mapped(address, length)
+        self._rule(address, length, made)
+        return 0
+
+    def _policy_of(self, mode: int, nodes: list[int]) -> Policy:
+        if mode == numa.MPOL_PREFERRED and not nodes:
+            return Policy(_MPOL_LOCAL, ())
+        usable = self._usable(nodes)
+        if mode in (numa.MPOL_DEFAULT, _MPOL_LOCAL):
             if nodes:
                 raise failure(errno.EINVAL)
-        elif policy not in _MODES or not self._usable(nodes):
+        elif not usable:
             raise failure(errno.EINVAL)
-        if length < 0:
-            raise failure(errno.EINVAL)
-        if length == 0:
-            return 0
-        self._mapped(address, length)
-        self._rule(address, length, Policy(policy, self._usable(nodes)))
-        return 0
+        return Policy(mode, usable[:1] if mode == numa.MPOL_PREFERRED else usable)
 
     def _get_mempolicy(self, mode: int, mask: int, maxnode: int, address: int, flags: int, *_: int) -> int:
         self._permitted("get_mempolicy")
@@ -339,20 +360,23 @@ class NumaMemory:
 
     def _choose(self, page: int, home: int) -> int:
         mode, nodes = self._policy(page)
-        anywhere = self._by_distance(home)
-        if mode == numa.MPOL_BIND:
-            return self._first_with_room(nodes, errno.EFAULT)
-        if mode == numa.MPOL_INTERLEAVE:
-            return self._first_with_room((nodes[page % len(nodes)], *anywhere), errno.EFAULT)
-        if mode == numa.MPOL_WEIGHTED_INTERLEAVE:
-            turns = [node for node in nodes for _ in range(self.weights[node])]
-            return self._first_with_room((turns[page % len(turns)], *anywhere), errno.EFAULT)
-        return self._first_with_room((*nodes, *anywhere), errno.EFAULT)
+        if mode in (numa.MPOL_BIND, numa.MPOL_PREFERRED_MANY):
+            named = [node for node in self._nearest(home) if node in nodes]
+            return self._first_with_room(named if mode == numa.MPOL_BIND else [*named, *self._nearest(home)])
+        if mode == numa.MPOL_PREFERRED:
+            return self._first_with_room(self._nearest(nodes[0]))
+        if mode in (numa.MPOL_INTERLEAVE, numa.MPOL_WEIGHTED_INTERLEAVE):
+            even = mode == numa.MPOL_INTERLEAVE
+            turns = [node for node in nodes for _ in range(1 if even else self.weights[node])]
+            return self._first_with_room(self._nearest(turns[page % len(turns)]))
+        return self._first_with_room(self._nearest(home))
 
-    def _by_distance(self, home: int) -> list[int]:
-        return sorted((n for n in self.nodes if self.nodes[n].allowed), key=lambda n: (n != home, n))
+    def _nearest(self, home: int) -> list[int]:
+        row = self._distances.get(home, {})
+        usable = (node for node in self.nodes if self.nodes[node].allowed)
+        return sorted(usable, key=lambda node: (node != home, row.get(node, 255), node))
 
-    def _first_with_room(self, nodes: Iterable[int], number: int) -> int:
+    def _first_with_room(self, nodes: Iterable[int], number: int = errno.EFAULT) -> int:
         for node in nodes:
             if self._room(node):
                 return node

@@ -46,8 +46,8 @@ class Access:
 class Node:
     """A node. `distances` is what the firmware says, 10 for the node itself; `tier` the kernel's memory tier ("").
 
-    `free_nbytes` counts pages of files that the kernel can drop at once; `movable_nbytes` is memory in a zone whose
-    pages leave when they are pinned.
+    `free_nbytes` counts pages of files that the kernel can drop, of those in active use one half; `movable_nbytes` is
+    memory in a zone whose pages leave when they are pinned.
     """
 
     id: int
@@ -195,7 +195,7 @@ def _memory(system: System, node: int) -> dict[str, int]:
         match = re.fullmatch(r"Node \d+ ([A-Za-z_()]+):\s+(\d+) kB", line.strip())
         if match:
             found[match[1]] = int(match[2]) * 1024
-    free = found.get("MemFree", 0) + found.get("Inactive(file)", 0)
+    free = found.get("MemFree", 0) + found.get("Inactive(file)", 0) + found.get("Active(file)", 0) // 2
     return {"nbytes": found.get("MemTotal", 0), "free_nbytes": min(free, found.get("MemTotal", 0))}
 
 

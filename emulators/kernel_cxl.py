@@ -44,6 +44,7 @@ from tierloop.firmware_models.cxl_decoders import (
     GLOBAL,
     HDM,
     HOST_ONLY,
+    LOCK,
     SIZE,
     SKIP,
     STRIDE,
@@ -62,7 +63,8 @@ _WINDOWS = {"ram": 0x10_8000_0000, "pmem": 0x80_8000_0000}
 class RegionPlan:
     """A region to be made at the start: which cards, in the order of the interleave set, and of which partition.
 
-    `nbytes` is the whole region's, 0 for all that the cards have left in that partition.
+    `nbytes` is the whole region's, 0 for all that the cards have left in that partition. `locked` decoders stay until a
+    reset; `arithmetic` is that of the window, by which the host bridge chooses a card.
     """
 
     cards: tuple[int, ...]
@@ -73,6 +75,8 @@ class RegionPlan:
     align: int = 2 << 20
     movable: bool = True
     online: bool = True
+    locked: bool = False
+    arithmetic: Literal["modulo", "xor"] = "modulo"
 
 
 def cxl_machine(
@@ -108,7 +112,7 @@ class CxlRegion:
         self.plan = plan
         self.base = base
         self.nbytes = nbytes
-        self.interleave = Interleave(len(plan.cards), plan.granule_nbytes)
+        self.interleave = Interleave(len(plan.cards), plan.granule_nbytes, plan.arithmetic)
         self.cards = [cards[i] for i in plan.cards]
         self.shares: list[tuple[int, int, int]] = []
         self.dax_mode: DaxMode = "unbound"
@@ -185,6 +189,7 @@ class CxlKernel(ModelKernel):
         self._shown: tuple[tuple[int, ...], Tree] | None = None
         self._steps = 0
         self._next_region = 0
+        self._disabled: set[int] = set()
         super().__init__(self._base, model="a model of CXL type 3 cards and of the kernel in front of them")
         for number, card in enumerate(self.cards):
             self.add(f"/dev/cxl/mem{number}", MemdevNode(card, raw))
@@ -233,6 +238,14 @@ class CxlKernel(ModelKernel):
                 for card in region.cards:
                     Mailbox(card).ask(Op.SET_SHUTDOWN, b"\1")
             return region
+
+    def enable_memdev(self, number: int, enabled: bool = True) -> None:
+        """Bind a card to the kernel's driver, or take it off. Raises OSError: EBUSY while it is decoding."""
+        with self.guard:
+            if not enabled and self.cards[number].state.decoders.committed:
+                raise failure(errno.EBUSY)
+            (self._disabled.discard if enabled else self._disabled.add)(number)
+            self._steps += 1
 
     def destroy_region(self, region: CxlRegion) -> None:
         """Give the decoders back; only in the reverse order. Raises OSError: EBUSY."""
@@ -309,7 +322,11 @@ class CxlKernel(ModelKernel):
 
     def _free(self, card: CxlCard, kind: str) -> tuple[int, int]:
         """(bytes to skip, bytes left) for the next decoder of a card in a partition."""
-        if card.removed or len(card.state.decoders.committed) == card.part.decoders:
+        if (
+            card.removed
+            or self.cards.index(card) in self._disabled
+            or len(card.state.decoders.committed) == card.part.decoders
+        ):
             raise failure(errno.ENXIO)
         volatile, persistent = card.state.partitions
         last = card.state.decoders.committed[-1:]
@@ -331,7 +348,7 @@ class CxlKernel(ModelKernel):
             card.write_component(at + register + 4, value >> 32)
         ways = next(code for code, ways in ENCODED_WAYS.items() if ways == region.interleave.ways)
         granule = GRANULES.index(region.plan.granule_nbytes)
-        card.write_component(at + CONTROL, granule | ways << 4 | HOST_ONLY | COMMIT)
+        card.write_component(at + CONTROL, granule | ways << 4 | HOST_ONLY | LOCK * region.plan.locked | COMMIT)
         if not card.read_component(at + CONTROL) & COMMITTED:
             raise failure(errno.ENXIO)
         card.write_component(GLOBAL, ENABLE)
@@ -343,6 +360,7 @@ class CxlKernel(ModelKernel):
             cards=tuple(self.cards),
             windows=tuple((kind, _WINDOWS[kind], 1 << 38, self.target_node(kind)) for kind in kinds),
             regions=tuple(self._shown_region(region) for region in self.regions),
+            disabled=frozenset(self._disabled),
         )
 
     def _shown_region(self, region: CxlRegion) -> RegionView:

@@ -56,11 +56,12 @@ class RegionView(NamedTuple):
 
 
 class CxlView(NamedTuple):
-    """All that is shown; `windows` are (kind, base, bytes, NUMA node)."""
+    """All that is shown; `windows` are (kind, base, bytes, NUMA node), `disabled` cards have no driver."""
 
     cards: tuple[CxlCard, ...]
     windows: tuple[tuple[str, int, int, int], ...]
     regions: tuple[RegionView, ...]
+    disabled: frozenset[int] = frozenset()
 
 
 def base_tree(cores: int = 4, nbytes: int = 2 << 30) -> Tree:
@@ -110,8 +111,9 @@ def cxl_tree(base: Tree, view: CxlView) -> Tree:
     _buses(tree)
     for number, card in enumerate(view.cards):
         if not card.removed:
-            _memdev(tree, number, card)
-            _endpoint(tree, view, number, card)
+            _memdev(tree, number, card, number not in view.disabled)
+            if number not in view.disabled:
+                _endpoint(tree, view, number, card)
     _ports(tree, view)
     for region in view.regions:
         _region(tree, view, region)
@@ -127,7 +129,7 @@ def _buses(tree: Tree) -> None:
     _folder(tree, "/sys/bus/dax/devices")
 
 
-def _memdev(tree: Tree, number: int, card: CxlCard) -> None:
+def _memdev(tree: Tree, number: int, card: CxlCard, enabled: bool) -> None:
     state, part = card.state, card.part
     pci = f"{_BRIDGE}/0000:0c:{number:02x}.0/0000:{0x0D + number:02x}:00.0"
     for name, text in {"class": "0x050210", "vendor": "0x1e98", "device": "0x0d93", "numa_node": "0"}.items():
@@ -147,7 +149,10 @@ def _memdev(tree: Tree, number: int, card: CxlCard) -> None:
         "serial": hex(part.serial),
     }.items():
         tree.put(f"{at}/{name}", text)
-    _bound(tree, "cxl", at, "cxl_mem")
+    if enabled:
+        _bound(tree, "cxl", at, "cxl_mem")
+    else:
+        _on_bus(tree, "cxl", at)
 
 
 def _ports(tree: Tree, view: CxlView) -> None:

@@ -141,6 +141,13 @@ def test_memory_that_kmem_took_is_a_node_without_cores() -> None:
     )
 
 
+def test_two_cards_of_one_window_are_one_node() -> None:
+    kernel = cxl_machine([CxlPart(serial=1), CxlPart(serial=2)], mode="system-ram")
+    assert kernel.read_text(f"{NODES}/online") == "0-1"
+    assert f"MemTotal:       {4 * GRAIN >> 10} kB" in kernel.read_text(f"{NODES}/node1/meminfo")
+    assert kernel.read_text(f"{NODES}/node1/distance") == "20 10"
+
+
 def test_a_node_has_the_speed_that_the_card_states() -> None:
     kernel = cxl_machine(mode="system-ram")
     link = kernel.cards[0].part.link

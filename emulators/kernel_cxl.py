@@ -30,7 +30,8 @@ from typing import Literal
 from tierloop.emulators.kernel import Absent, ModelKernel, Tree, failure
 from tierloop.emulators.kernel_cxl_mapping import SharedPages, runs_of
 from tierloop.emulators.kernel_cxl_memdev import Mailbox, MemdevNode, Raw
-from tierloop.emulators.kernel_cxl_tree import CxlView, DaxView, RegionView, base_tree, cxl_tree
+from tierloop.emulators.kernel_cxl_memory import base_tree
+from tierloop.emulators.kernel_cxl_tree import CxlView, DaxView, RegionView, cxl_tree
 from tierloop.firmware_models.cxl_card import CxlCard, Loaded
 from tierloop.firmware_models.cxl_cells import PAGE, Lent, anonymous_file
 from tierloop.firmware_models.cxl_codes import Op
@@ -146,6 +147,11 @@ class CxlRegion:
             if self.interleave.ways > 1:
                 card.state.cells.take_back(dpa)
 
+    def give_up(self) -> None:
+        """Take back what was committed."""
+        for card, (_, number, _) in zip(self.cards, self.shares, strict=False):
+            card.write_component(HDM + CONTROL + STRIDE * number, 0)
+
     def look(self, _dpa: int, _nbytes: int) -> None:
         """Which pages are lost: those with a poisoned line, or all if a card is gone."""
         if any(card.removed for card in self.cards):
@@ -228,8 +234,12 @@ class CxlKernel(ModelKernel):
             if nbytes // ways > min(left for _, left in free):
                 raise failure(errno.ENOSPC)
             region = CxlRegion(self._next_region, plan, self._window_end(plan.kind), nbytes, self.cards)
-            for number, (skip, _) in zip(plan.cards, free, strict=True):
-                region.shares.append((number, *self._commit(self.cards[number], region, skip)))
+            try:
+                for number, (skip, _) in zip(plan.cards, free, strict=True):
+                    region.shares.append((number, *self._commit(self.cards[number], region, skip)))
+            except OSError:
+                region.give_up()
+                raise
             region.attach()
             self._next_region += 1
             self.regions.append(region)
@@ -255,19 +265,19 @@ class CxlKernel(ModelKernel):
                     raise failure(errno.EBUSY)
             self.bind(region, "unbound")
             region.detach()
-            for card, (_, number, _) in zip(region.cards, region.shares, strict=True):
-                card.write_component(HDM + CONTROL + STRIDE * number, 0)
+            region.give_up()
             self.regions.remove(region)
             self._steps += 1
 
     def bind(self, region: CxlRegion, mode: DaxMode, online: bool = True, movable: bool = True) -> None:
-        """What daxctl reconfigure-device does: give the dax device to another driver."""
+        """What daxctl reconfigure-device does: give the dax device to another driver. Mappings of it are lost."""
         if mode not in DAX_MODES:
             raise ValueError(f"mode {mode!r}; allowed: {', '.join(DAX_MODES)}")
         with self.guard:
             path = f"/dev/{region.name}"
             if region.dax_mode == "devdax" != mode:
                 self.remove(path)
+                region.pages.cut()
             if mode == "devdax" != region.dax_mode:
                 self.add(path, DaxNode(region))
             if mode == "system-ram" and region.dax_mode != mode:
@@ -278,9 +288,13 @@ class CxlKernel(ModelKernel):
     # the back door
 
     def power_cycle(self) -> None:
-        """Take the power away and boot again: volatile bytes are gone, regions are made again as they were."""
+        """Take the power away and boot again: volatile bytes are gone, regions are made again as they were.
+
+        Mappings are lost, as the processes that had them would be.
+        """
         with self.guard:
-            again = [(region.plan, region.dax_mode, region.nbytes) for region in self.regions]
+            whole = [region for region in self.regions if not any(card.removed for card in region.cards)]
+            again = [replace(region.plan, nbytes=region.nbytes, mode=region.dax_mode) for region in whole]
             for region in list(self.regions):
                 self.bind(region, "unbound")
                 region.detach()
@@ -288,8 +302,8 @@ class CxlKernel(ModelKernel):
             for card in self.cards:
                 card.power_off()
             self._next_region = 0
-            for plan, mode, nbytes in again:
-                self.create_region(replace(plan, nbytes=nbytes, mode=mode))
+            for plan in again:
+                self.create_region(plan)
 
     def unplug(self, number: int) -> None:
         """Pull a card out: its node and its regions' devices are gone, mapped pages raise SIGBUS."""

@@ -19,7 +19,7 @@ from tierloop.emulators.kernel import Tree
 from tierloop.emulators.kernel_cxl import CxlKernel, RegionPlan, cxl_machine
 from tierloop.emulators.kernel_cxl_mapping import address_of
 from tierloop.emulators.kernel_cxl_memdev import QUERY, SEND
-from tierloop.emulators.kernel_cxl_tree import base_tree
+from tierloop.emulators.kernel_cxl_memory import base_tree
 from tierloop.firmware_models.cxl_card import CxlCard
 from tierloop.firmware_models.cxl_codes import Code, Op
 from tierloop.firmware_models.cxl_part import GRAIN, CxlPart
@@ -274,6 +274,15 @@ def test_three_cards_make_a_set() -> None:
     assert kernel.read_text(f"{CXL}/region0/target0") == "decoder4.0"
 
 
+def test_a_region_that_one_card_refuses_leaves_nothing_on_the_others() -> None:
+    cards = [CxlPart(serial=1), CxlPart(serial=2), CxlPart(serial=3, ways_3_6_12=False)]
+    kernel = cxl_machine(cards, mode="memdev")
+    with refused(errno.ENXIO):
+        kernel.create_region(RegionPlan((0, 1, 2)))
+    assert [card.state.decoders.committed for card in kernel.cards] == [[], [], []]
+    assert kernel.create_region(RegionPlan((2, 0))).nbytes == 4 * GRAIN
+
+
 def test_a_card_may_be_larger_than_this_machine() -> None:
     kernel = cxl_machine([CxlPart(volatile_nbytes=4096 * GRAIN)])
     held = mapped(kernel, offset=4095 * GRAIN)
@@ -347,6 +356,10 @@ def touch(what, offset):
         kernel.cards[1].state.cells.heal(2048 + 64, bytes(64))
     if what == "unplug":
         kernel.unplug(0)
+    if what == "unbind":
+        kernel.bind(kernel.regions[0], "system-ram")
+        kernel.bind(kernel.regions[0], "devdax")
+        assert kernel.mmap(kernel.open("/dev/dax0.0", os.O_RDWR), 4 << 20)[0] == 7
     return ctypes.string_at(address_of(held) + offset, 1)[0]
 
 for case in sys.argv[1:]:
@@ -360,7 +373,7 @@ for case in sys.argv[1:]:
 
 
 def test_a_load_from_a_lost_page_raises_a_real_sigbus() -> None:
-    loses = {"poison:4096", "poison:8191", "unplug:0", "unplug:2097152"}
+    loses = {"poison:4096", "poison:8191", "unplug:0", "unplug:2097152", "unbind:0"}
     keeps = {"poison:4095", "poison:8192", "heal:5000"}  # the byte that was stored is the exit status
     command = [sys.executable, "-c", _TOUCH, *loses, *keeps]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

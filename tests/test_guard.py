@@ -258,8 +258,9 @@ def test_other_devices_that_copy_lost_bytes_by_themselves_see_it_too(rig: Rig, t
     pnm = open_pnm("pnm0", rig.site, {"reaches": ["cpu0", "cxl0"]}, window=card_of(capacity=MIB).bus())
     rig.lose(0)
     for device in (drive, pnm):
+        queue = next(executor.queues[0] for executor in device.info.executors if "copy" in executor.verbs)
         with pytest.raises(MediaError, match=f"{device.info.name}: copy: .* is lost"):
-            wait(rig.site.clock, device.submit(Copy(gone.all(), host.all())))
+            wait(rig.site.clock, device.submit(Copy(gone.all(), host.all()), queue))
         device.close()
 
 

@@ -49,7 +49,7 @@ class TestOnAnInterleaveSet(Suite):
     """Two cards, 256 bytes on each in turn."""
 
     device: ClassVar[str] = "cxl0"
-    levels: ClassVar[tuple[str, ...]] = ("identity", "memory")
+    levels: ClassVar[tuple[str, ...]] = ("memory",)
 
     def open(self, site: Site) -> Platform:
         cards = [CxlPart(serial=1), CxlPart(serial=2)]
@@ -60,7 +60,7 @@ class TestOnANode(Suite):
     """The card's memory as a node, with a model of where pages lie."""
 
     device: ClassVar[str] = "cxl0"
-    levels: ClassVar[tuple[str, ...]] = ("identity", "memory")
+    levels: ClassVar[tuple[str, ...]] = ("memory",)
 
     def open(self, site: Site) -> Platform:
         kernel = cxl_machine(mode="system-ram")

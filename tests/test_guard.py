@@ -296,7 +296,8 @@ def test_pages_that_are_lost_when_they_are_zeroed_are_passed_over(tmp_path: Path
 # -- signals that are not ours ---------------------------------------------------------------------------------------
 
 _PREAMBLE = """
-import faulthandler, mmap, os, signal, tempfile
+import faulthandler, mmap, os, resource, signal, tempfile
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 import numpy as np
 from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.nvme import open_nvme
@@ -320,7 +321,7 @@ def foreign():
 
 _EACH = """
 import json, sys
-import tierloop.devices.drivers.guard_signal
+guard._prepare()
 results = []
 for script in json.loads(sys.argv[1]):
     out, into = os.pipe()

@@ -168,13 +168,7 @@ def _install(device: str) -> None:
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         raise Unsupported(device, "open", "lost pages can be guarded on 64-bit Linux only")
     with _lock:
-        if not _kept:
-            from tierloop.devices.drivers.guard_signal import compiled  # kernels are compiled on import
-
-            _kept.extend((_ffi.dlopen(None), compiled(_table, _state)))
-            ending = _ffi.new("struct sigaction *")
-            _kept.append(ending)
-            _state[DEFAULT] = int(_ffi.cast("uintptr_t", ending))
+        _prepare()
         libc, code = _kept[0], _kept[1]
         before = _ffi.new("struct sigaction *")
         libc.sigaction(signal.SIGBUS, _ffi.NULL, before)
@@ -185,3 +179,13 @@ def _install(device: str) -> None:
         mine = _ffi.new("struct sigaction *", {"handler": code.address, "flags": _SA_SIGINFO | _SA_ONSTACK})
         if libc.sigaction(signal.SIGBUS, mine, _ffi.NULL) != 0:
             raise Unsupported(device, "open", "the system does not let SIGBUS be answered")
+
+
+def _prepare() -> None:
+    """Compile the answer, which takes a third of a second, if that was not done yet."""
+    if not _kept:
+        from tierloop.devices.drivers.guard_signal import compiled  # kernels are compiled on import
+
+        ending = _ffi.new("struct sigaction *")
+        _state[DEFAULT] = int(_ffi.cast("uintptr_t", ending))
+        _kept.extend((_ffi.dlopen(None), compiled(_table, _state), ending))

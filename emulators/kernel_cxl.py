@@ -14,7 +14,8 @@ cards. What programs see is made from that state whenever they look: /sys (as Li
 - Mapping: length and offset are multiples of the alignment and within the device, else EINVAL. (Linux lets a mapping
   reach beyond the end and raises SIGBUS there.)
 
-Memory calls that concern NUMA nodes (mbind, move_pages) are not answered here; `answer` adds them.
+Memory calls that concern NUMA nodes (mbind, move_pages) are not answered here; `answer` adds them. What a process then
+has on such a node is memory of its own, not the card's: poison and power do not reach it.
 """
 
 from __future__ import annotations

@@ -510,7 +510,7 @@ def test_the_rates_of_an_interleave_set_are_those_of_its_devices_together() -> N
 
 def test_what_the_kernel_says_of_the_whole_path_comes_first() -> None:
     found, source, _ = rates({"path": "/dev/dax1.0"}, devdax("pmem", "dax1.0")[0])
-    assert found == Rates(17350, 17350, 16000 << 20, 16000 << 20)
+    assert found == Rates(17350, 17350, 16_000_000_000, 16_000_000_000)
     assert source == "said by the kernel (/sys/bus/cxl/devices/region1/access0), for the whole path"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, nearest
@@ -20,10 +21,12 @@ from tierloop.devices.faulty_host import Ability, offer
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
+from tierloop.emulators.kernel_cxl import CxlKernel, CxlRegion, RegionPlan, cxl_machine
 from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
 
 HOST_NBYTES = 256 << 20
+LINE_NBYTES, PAGE_NBYTES = 64, 4096
 DRIVE_NBYTES = 64 << 20
 DEADLINE_S = 2.0
 """How long a device may take, so that what hangs on purpose is given up soon."""
@@ -40,6 +43,7 @@ class PnmBackDoor:
     """Of the card: it can keep answers back, and leave the bus."""
 
     abilities: frozenset[Ability] = frozenset({"hang", "unplug"})
+    grain_nbytes = 1
 
     def __init__(self, card: PnmCard) -> None:
         self._card = card
@@ -69,6 +73,7 @@ class NvmeBackDoor:
 
     def __init__(self, machine: NvmeMachine, device: NvmeDevice) -> None:
         self._machine, self._device = machine, device
+        self.grain_nbytes = device.info.memories[0].alignment
 
     def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
         lba_nbytes = self._device.info.memories[0].alignment
@@ -84,6 +89,37 @@ class NvmeBackDoor:
         self._machine.unplug()
 
 
+class CxlBackDoor:
+    """Of the card beneath a devdax: lines with poison in them, and the slot. A load always comes back."""
+
+    abilities: frozenset[Ability] = frozenset({"unreadable", "unplug"})
+
+    def __init__(self, machine: CxlKernel, region: CxlRegion, device: CxlDevice) -> None:
+        self._machine, self._region, self._device = machine, region, device
+        self.grain_nbytes = region.plan.align
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        first = self._device.offset_of(region) + offset
+        with self._machine.guard:
+            for line in range(first // LINE_NBYTES, -(-(first + nbytes) // LINE_NBYTES)):
+                card, address = self._region.place(line * LINE_NBYTES)
+                card.poison(address)
+
+    def hang(self) -> None:
+        raise NotImplementedError("a load has no deadline: it comes back, or the machine stops")
+
+    def unplug(self) -> None:
+        self._machine.unplug(0)
+
+
+def _cxl(site: Site) -> tuple[Platform, str]:
+    machine = cxl_machine(regions=(RegionPlan((0,), align=PAGE_NBYTES),))
+    device = open_cxl("cxl0", site, {"path": "/dev/dax0.0"}, machine)
+    cpu = open_cpu("cpu0", site, {"capacity": HOST_NBYTES, "reaches": ["cxl0"]})
+    offer(site, "cxl0", CxlBackDoor(machine, machine.regions[0], device))
+    return Platform("cxl:model", site, {"cpu0": cpu, "cxl0": device}, "cpu0"), "cxl0"
+
+
 def _nvme(site: Site) -> tuple[Platform, str]:
     machine = nvme_machine(DRIVE_NBYTES)
     cpu = open_cpu("cpu0", site, {"capacity": HOST_NBYTES})
@@ -93,5 +129,5 @@ def _nvme(site: Site) -> tuple[Platform, str]:
     return Platform("nvme:model", site, {"cpu0": cpu, "nvme0": device}, "cpu0"), "nvme0"
 
 
-MACHINES: dict[str, Callable[[Site], tuple[Platform, str]]] = {"nvme": _nvme, "pnm": _pnm}
+MACHINES: dict[str, Callable[[Site], tuple[Platform, str]]] = {"cxl": _cxl, "nvme": _nvme, "pnm": _pnm}
 """By the name before `:model`."""

@@ -23,7 +23,8 @@ NODES = "/sys/devices/system/node"
 TIERS = "/sys/devices/virtual/memory_tiering"
 _MOST = 1 << 16
 """No list of cores or nodes is longer: a kernel that says so is not believed."""
-_MIB = 1 << 20
+_MB = 1_000_000
+"""What the kernel calls the unit. Firmware may mean 2²⁰ (QEMU does); the smaller one promises nothing too much."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -218,8 +219,8 @@ def _access(system: System, node: int, level: int) -> Access | None:
         initiators,
         value.get("read_latency", 0),
         value.get("write_latency", 0),
-        value.get("read_bandwidth", 0) * _MIB,
-        value.get("write_bandwidth", 0) * _MIB,
+        value.get("read_bandwidth", 0) * _MB,
+        value.get("write_bandwidth", 0) * _MB,
     )
 
 

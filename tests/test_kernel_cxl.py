@@ -401,6 +401,16 @@ def test_a_mapping_that_was_closed_is_left_alone() -> None:
     assert address
 
 
+def test_a_card_that_went_by_itself_is_not_mapped_again() -> None:
+    kernel = cxl_machine()
+    fd = kernel.open("/dev/dax0.0", os.O_RDWR)
+    kernel.cards[0].remove()
+    with refused(errno.ENXIO):
+        kernel.mmap(fd, 2 * MIB)
+    with refused(errno.ENXIO):
+        send(kernel, 1)
+
+
 def test_an_unplugged_card_is_gone_from_everywhere() -> None:
     kernel = cxl_machine([CxlPart(), CxlPart(serial=2)])
     fd = kernel.open("/dev/cxl/mem0", os.O_RDWR)

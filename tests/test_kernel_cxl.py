@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -349,7 +350,11 @@ from tierloop.firmware_models.cxl_part import CxlPart
 
 def touch(what, offset):
     kernel = cxl_machine([CxlPart(), CxlPart(serial=2)], regions=[RegionPlan((0, 1))])
+    if what == "before":
+        kernel.cards[1].poison(2048 + 64)
     held = kernel.mmap(kernel.open("/dev/dax0.0", os.O_RDWR), 4 << 20)
+    if what == "before":
+        return ctypes.string_at(address_of(held) + offset, 1)[0]
     held[:3 * 4096] = bytes([7]) * (3 * 4096)
     kernel.cards[1].poison(2048 + 64)
     if what == "heal":
@@ -373,11 +378,12 @@ for case in sys.argv[1:]:
 
 
 def test_a_load_from_a_lost_page_raises_a_real_sigbus() -> None:
-    loses = {"poison:4096", "poison:8191", "unplug:0", "unplug:2097152", "unbind:0"}
+    loses = {"poison:4096", "poison:8191", "unplug:0", "unplug:2097152", "unbind:0", "before:4096"}
     keeps = {"poison:4095", "poison:8192", "heal:5000"}  # the byte that was stored is the exit status
-    command = [sys.executable, "-c", _TOUCH, *loses, *keeps]
+    command = [sys.executable, "-c", _TOUCH, *loses, *keeps, "before:8192"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ended = {case: int(status) for case, status in map(str.split, done.stdout.splitlines())}
+    assert ended.pop("before:8192") == 0
     assert ended == dict.fromkeys(loses, -signal.SIGBUS) | dict.fromkeys(keeps, 7)
 
 
@@ -395,10 +401,19 @@ def test_a_mapping_that_was_closed_is_left_alone() -> None:
     held = mapped(kernel)
     address = address_of(held)
     held.close()
-    again = mmap.mmap(-1, 4 * MIB)
     kernel.cards[0].poison(0)
-    assert ctypes.string_at(address_of(again), 1) == b"\0"
-    assert address
+    maps = Path("/proc/self/maps").read_text()
+    assert not any(line.startswith(f"{address:x}-") and "memfd:cxl" in line for line in maps.splitlines())
+
+
+def test_a_card_that_went_by_itself_is_not_mapped_again() -> None:
+    kernel = cxl_machine()
+    fd = kernel.open("/dev/dax0.0", os.O_RDWR)
+    kernel.cards[0].remove()
+    with refused(errno.ENXIO):
+        kernel.mmap(fd, 2 * MIB)
+    with refused(errno.ENXIO):
+        send(kernel, 1)
 
 
 def test_an_unplugged_card_is_gone_from_everywhere() -> None:
@@ -495,6 +510,16 @@ def test_the_kernel_keeps_labels_and_partitions_of_a_persistent_card() -> None:
         with refused(errno.EBUSY):
             send(kernel, number, payload)
     assert send(kernel, 13) == (0, b"\1")
+
+
+def test_a_partition_may_be_asked_for_but_not_at_once() -> None:
+    card = CxlCard(CxlPart(GRAIN, 0, GRAIN))
+    card.state.partition(2 * GRAIN)
+    kernel = cxl_machine([card], mode="memdev")
+    with refused(errno.EBUSY):
+        send(kernel, 9, struct.pack("<QBx", 1, 1))
+    assert send(kernel, 9, struct.pack("<QBx", 1, 0)) == (0, b"")
+    assert card.state.next_volatile == GRAIN
 
 
 def test_raw_commands_pass_where_the_kernel_was_built_for_them() -> None:

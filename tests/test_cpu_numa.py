@@ -372,9 +372,9 @@ def test_paths_are_what_the_firmware_says_whatever_is_opened_first(site: Site, t
     card = open_cpu("card", site, {**SMALL, "node": 2}, two.kernel)
     assert memory_nodes(site) == {"near": 0, "far": 1, "card": 2}
     seen = {path.memory: (path.latency_ns, path.read_bytes_per_s) for path in near.info.executors[0].paths}
-    assert seen == {"near": (80, 200 * GIB), "far": (0, 0), "card": (250, 32 * GIB)}
+    assert seen == {"near": (80, 204_800_000_000), "far": (0, 0), "card": (250, 32_768_000_000)}
     seen = {path.memory: (path.latency_ns, path.read_bytes_per_s) for path in far.info.executors[0].paths}
-    assert seen == {"far": (80, 200 * GIB), "near": (0, 0), "card": (0, 0)}
+    assert seen == {"far": (80, 204_800_000_000), "near": (0, 0), "card": (0, 0)}
     for device in (near, far, card):
         device.close()
 

@@ -62,7 +62,7 @@ def test_the_table_of_the_firmware_describes_paths_from_its_best_initiators_only
     two = topology("two-sockets-cxl")
     here = two.path({0, 3}, "cxl", 2)
     assert (here.memory, here.latency_ns) == ("cxl", 250)
-    assert (here.read_bytes_per_s, here.write_bytes_per_s) == (32 * GIB, 30 * GIB)
+    assert (here.read_bytes_per_s, here.write_bytes_per_s) == (32_768_000_000, 30_720_000_000)
     for cores, node in (({8}, 2), ({0, 8}, 2), (set(), 2), ({0}, None), ({0}, 3)):
         there = two.path(cores, "cxl", node)
         assert (there.latency_ns, there.read_bytes_per_s, there.write_bytes_per_s) == (0, 0, 0)

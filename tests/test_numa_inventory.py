@@ -6,7 +6,8 @@ import pytest
 
 from tests.numa_rig import a_node_of_this_machine, machine
 from tierloop.devices.system import HOST
-from tierloop.tools.inventory import Found, cpus_on_nodes
+from tierloop.tools.found import Found
+from tierloop.tools.inventory_hardware import cpus_on_nodes
 
 
 def on(tree: str) -> dict[str, Found]:

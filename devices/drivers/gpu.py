@@ -1,8 +1,9 @@
 """The gpu driver: a GPU's memory, its cores and its copy engines, by torch (CUDA, and ROCm through the same code).
 
 One memory: a slab that is taken once, in which the driver finds room itself, so that torch's allocator never moves or
-hoards what regions lie in. Three executors: `gpu` runs kernels and copies within the memory (`queues` streams), `h2d`
-and `d2h` are the copy engines, one stream each; both read, write and copy, and each is meant for its own direction.
+hoards what regions lie in. Executors: `gpu` runs kernels and copies within the memory (`queues` streams), `h2d` and
+`d2h` are the copy engines, one stream each; both read, write and copy, and each is meant for its own direction. With
+other GPUs in reach there is a fourth, `peer`, that copies between their memories and this one.
 
 What must hold beyond the device contract:
 
@@ -111,7 +112,7 @@ class GpuDevice:
         self._staging = Staging(accelerator, options.staging_buffers, options.staging_nbytes)
         self._registered = Registered(accelerator, options.register, Placements.of(site).registered)
         self._programs = Programs(accelerator, self._slab, self._offsets, self._staging, self._registered, self._peer)
-        num = options.queues + 2
+        num = options.queues + 2 + bool(reached.peers)
         self._lines = Lines(
             name, site.clock, accelerator, num, options.deadline_s, options.poll_ns, self._program, self._ended
         )

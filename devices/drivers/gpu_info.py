@@ -35,8 +35,8 @@ class Reached(NamedTuple):
 def describe(
     name: str, options: Options, accelerator: Accelerator, capacity: int, reached: Reached, slot: Slot
 ) -> DeviceInfo:
-    near = tuple(Path(memory, 0, 0, 0) for memory in (name, *reached.peers))
-    hosts = tuple(Path(memory, 0, 0, 0) for memory in reached.hosts)
+    near = Path(name, 0, 0, 0)
+    hosts, peers = (tuple(Path(memory, 0, 0, 0) for memory in side) for side in (reached.hosts, reached.peers))
     cores = ExecutorInfo(
         name="gpu",
         kind="gpu",
@@ -44,7 +44,7 @@ def describe(
         verbs=frozenset({"copy", "flush"}),
         kernels=contract.KERNELS if accelerator.chases else contract.KERNELS - {"chase"},
         dtypes=contract.DTYPES,
-        paths=near[:1],
+        paths=(near,),
         depth=DEPTH,
     )
     engines = tuple(
@@ -53,10 +53,18 @@ def describe(
             kind="dma",
             queues=(queue,),
             verbs=frozenset({"read", "write", "copy", "flush"}),
-            paths=near + hosts,
+            paths=(near, *hosts),
             depth=DEPTH,
         )
         for queue, engine in enumerate(("h2d", "d2h"), options.queues)
+    )
+    between = ExecutorInfo(
+        name="peer",
+        kind="dma",
+        queues=(options.queues + len(engines),),
+        verbs=frozenset({"copy"}),
+        paths=(near, *peers),
+        depth=DEPTH,
     )
     notes = {**accelerator.facts(), "device": accelerator.name, "attention": "eager"}
     notes["staging"] = f"{options.staging_buffers} buffers of {options.staging_nbytes} bytes"
@@ -70,7 +78,7 @@ def describe(
         kind="gpu",
         provenance="real",
         memories=(MemoryInfo(name, capacity),),
-        executors=(cores, *engines),
+        executors=(cores, *engines, *([between] if peers else [])),
         arithmetic=Arithmetic(MICROKERNEL, cut_invariant=False),
         numa_node=slot.numa_node,
         bus_address=slot.bus_address,

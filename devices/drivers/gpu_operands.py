@@ -73,12 +73,15 @@ class Place:
         return in_units(slab, unit).index_select(0, self._index(unit, upload)).view(-1).view(torch.uint8)
 
     def store(self, slab: Tensor, data: Tensor, upload: Upload) -> None:
-        """Put bytes into the spans, in order; `data` is a tensor of so many bytes, here or on the host."""
+        """Put bytes into the spans, in order; `data` is a tensor of so many, in the slab, beside it or on the host."""
         data = data.contiguous().view(-1).view(torch.uint8)
+        inside = data.data_ptr() - slab.data_ptr()
         if self.in_one_piece:
+            if -self.nbytes < inside - self.start < self.nbytes:
+                data = data.clone()
             slab[self.start : self.start + self.nbytes].copy_(data, non_blocking=True)
             return
-        data = data.to(slab.device, non_blocking=True)
+        data = data.clone() if 0 <= inside < slab.numel() else data.to(slab.device, non_blocking=True)
         unit = unit_of(self.spans)
         words = in_units(slab, unit)
         words.index_copy_(0, self._index(unit, upload), data.view(words.dtype).view(-1, words.shape[1]))

@@ -73,14 +73,20 @@ class Programs:
         self._peers = peers
 
     def write(self, stream: Stream, command: Write) -> Program:
-        """Host buffer → region."""
+        """Host buffer → region; bytes that stay on the host are the host's to move."""
         data = command.data
+        if command.target.region not in self._offset_of:
+            copy_bytes(command, _bytes_of)
+            return
         target = Place(spans_of((command.target,), self._offset_of))
         yield from self._send(stream, target, lambda low, high, buffer: _put(buffer, data[low:high]))
 
     def read(self, stream: Stream, command: Read) -> Program:
-        """Region → host buffer."""
+        """Region → host buffer, likewise."""
         into = command.into
+        if command.source.region not in self._offset_of:
+            copy_bytes(command, _bytes_of)
+            return
         source = Place(spans_of((command.source,), self._offset_of))
         yield from self._fetch(stream, source, lambda low, high, buffer: _put(into[low:high], buffer))
 
@@ -162,14 +168,12 @@ class Programs:
 
     def _within(self, stream: Stream, source: Segment, target: Segment) -> Program:
         taken, put = (Place(spans_of((side,), self._offset_of)) for side in (source, target))
-        overlap = source.region is target.region
         step = max(taken.nbytes, 1) if taken.in_one_piece and put.in_one_piece else _CHUNK_NBYTES
         for low, high in _cuts(taken.nbytes, step):
             a, b = taken.part(low, high), put.part(low, high)
 
             def work(a: Place = a, b: Place = b) -> None:
-                data = a.load(self._slab, self._accelerator.upload)
-                b.store(self._slab, data.clone() if overlap else data, self._accelerator.upload)
+                b.store(self._slab, a.load(self._slab, self._accelerator.upload), self._accelerator.upload)
 
             self._enqueue(stream, work)
         yield Last(self._accelerator.record(stream))
@@ -215,8 +219,9 @@ class Programs:
         yield from self._fetch(stream, Place(spans_of((source,), self._offset_of)), empty)
 
     def _is_direct(self, host: Segment, near: Segment) -> bool:
-        pieces = max(len(host.spans), len(near.spans))
-        return host.spans.nbytes >= DIRECT_NBYTES * max(pieces, 1) and self._registered.has(host.region)
+        pieces = max(len(host.spans), len(near.spans), 1)
+        large = host.spans.nbytes >= DIRECT_NBYTES * pieces
+        return large and _bytes_of(host.region).flags.writeable and self._registered.has(host.region)
 
     def _direct(self, stream: Stream, host: Segment, near: Segment, to_host: bool) -> Program:
         view = torch.from_numpy(_bytes_of(host.region))

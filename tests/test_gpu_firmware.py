@@ -189,7 +189,9 @@ def works(draw: st.DrawFn) -> Copy | Kernel:
 
 @given(st.data())
 def test_no_event_breaks_it_and_nothing_is_faster_than_its_rates(data: st.DataObject) -> None:
-    state, now, submitted, reported = idle(SMALL), 0, set(), []
+    state, now = idle(SMALL), 0
+    submitted: set[int] = set()
+    reported: list[Finished] = []
     for _ in range(data.draw(st.integers(0, 25))):
         now += data.draw(st.integers(-3, 400))
         try:

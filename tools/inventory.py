@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.drivers.gpu_probe import gpus
 from tierloop.devices.drivers.nvme_probe import probe
 from tierloop.devices.errors import ConfigurationError, DeviceError
 from tierloop.devices.registry import Discovered, entry, list_devices
@@ -72,6 +73,8 @@ def inventory(paths: Iterable[Path] = (), block_devices: Path = Path("/sys/block
             found.append(Found(driver.name, "", "", False, driver.reasons, driver.name))
         elif driver.name == "nvme":
             found += _drives(list(paths), block_devices)
+        elif driver.name == "gpu":
+            found += _gpus()
         elif driver.name == "emulated":
             found += [
                 Found(f"emu:{p.name}", p.kind, "emulated", not p.reasons, p.reasons, "emulated", p.guesses)
@@ -113,6 +116,21 @@ def _drives(paths: list[Path], block_devices: Path) -> list[Found]:
             why = f"not probed unasked; `tierloop doctor --path {path}` reads its first block and writes nothing"
             found.append(Found(path, "nvme", "real", False, (why,), "nvme"))
     return found
+
+
+def _gpus() -> list[Found]:
+    """Every GPU that torch sees, or one line that says why it sees none; nothing is opened."""
+    try:
+        seen = gpus()
+    except ImportError as error:
+        return [Found("gpu", "gpu", "real", False, (str(error),), "gpu")]
+    on = ", ".join(part for part in (seen.runtime, seen.driver) if part)
+    found = []
+    for gpu in seen.found:
+        where = f"PCI {gpu.slot.bus_address or 'unknown'}, NUMA node {gpu.slot.numa_node}"
+        what = f"{gpu.name}, {gpu.total_nbytes} bytes, compute capability {gpu.compute_capability}, {where}; {on}"
+        found.append(Found(gpu.device, "gpu", "real", True, (what, *seen.reasons), "gpu"))
+    return found or [Found("gpu", "gpu", "real", False, seen.reasons, "gpu")]
 
 
 def _probed(path: str, name: str) -> Found:

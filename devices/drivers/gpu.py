@@ -101,7 +101,8 @@ class GpuDevice:
         self._name = name
         self._options = options
         self._accelerator = accelerator
-        gpus: dict[str, GpuDevice] = site.shared.setdefault(_SHARED, {})
+        self._gpus: dict[str, GpuDevice] = site.shared.setdefault(_SHARED, {})
+        gpus = self._gpus
         reached = Reached.of(options.reaches, {other: gpu._accelerator for other, gpu in gpus.items()}, accelerator)
         self._peers = {other: gpus[other] for other in reached.peers}
         self._slab = _slab(name, options, accelerator)
@@ -180,7 +181,7 @@ class GpuDevice:
         if self._closing:
             return
         self._closing = True
-        quiet = self._lines.stop()
+        quiet = self._lines.stop(self._zeroing, self._beside)
         self._arena.close()
         try:
             self._queues.close()
@@ -240,6 +241,8 @@ class GpuDevice:
             LEFT_BEHIND.append((self._slab, self._staging, self._registered, self._lines))
         else:
             self._registered.close()
+            self._lines.forget()
+        self._gpus.pop(self._name, None)
         del self._programs, self._staging, self._registered, self._slab
         if not kept:
             self._accelerator.close()

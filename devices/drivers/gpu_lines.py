@@ -138,13 +138,16 @@ class Lines:
         finally:
             self._polling = False
 
-    def stop(self) -> bool:
-        """Begin and end nothing any more, and wait for what is enqueued; False if it is not done by the deadline."""
+    def stop(self, *others: Stream) -> bool:
+        """Begin and end nothing any more, and wait for what is enqueued, on other streams too.
+
+        False if it is not done by the deadline.
+        """
         self._stopped = True
         if self.gone:
             return True
         try:
-            events = [self._accelerator.record(stream) for stream in self.streams]
+            events = [self._accelerator.record(stream) for stream in (*self.streams, *others)]
             deadline = self._clock.now() + round(self._deadline_s * 1e9)
             self._look_again()
             quiet = self._clock.run_until(lambda: all(map(self._accelerator.done, events)), deadline)
@@ -153,6 +156,11 @@ class Lines:
             quiet = True
         self._poll_ns = 0
         return quiet
+
+    def forget(self) -> None:
+        """Let go of every program: nothing that is enqueued needs them."""
+        self._lines = []
+        self._event_of.clear()
 
     def failure(self, op: str, error: BaseException, nbytes: int) -> DeviceError:
         """The device error for what torch, or a kernel's checks, raised; with a GPU that is lost, all is `gone`."""

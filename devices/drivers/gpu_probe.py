@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import posixpath
 from dataclasses import asdict, dataclass
-from types import ModuleType
 from typing import Any
 
 from tierloop.devices.errors import DeviceError, NoPermission, NotPresent, Unsupported
@@ -60,11 +59,10 @@ class Gpus:
     reasons: tuple[str, ...]
 
 
-def gpus(torch: ModuleType | None = None, system: System = HOST) -> Gpus:
+def gpus(torch: Any = None, system: System = HOST) -> Gpus:
     """The GPUs of this machine as `torch` (imported if not given) and the system see them."""
     if torch is None:
         import torch
-    assert torch is not None
     slots, reasons = gpu_slots(system), []
     runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
     runtime = runtime or (f"ROCm {torch.version.hip}" if getattr(torch.version, "hip", None) else "")
@@ -118,10 +116,8 @@ def driver_version(system: System = HOST) -> str:
     return ""
 
 
-def refuse_where_there_is_none(name: str, number: int, system: System = HOST) -> None:
+def refuse_where_there_is_none(name: str, number: int, system: System = HOST, torch: Any = None) -> None:
     """Raises NotPresent, NoPermission or Unsupported, with the reason, unless torch sees a GPU of that number."""
-    import torch
-
     seen = gpus(torch, system)
     if number < len(seen.found):
         return
@@ -134,7 +130,7 @@ def refuse_where_there_is_none(name: str, number: int, system: System = HOST) ->
     raise kind(name, "open", f"cuda:{number} is not there; there is: {have}. {'; '.join(seen.reasons)}".rstrip(". "))
 
 
-def _seen(torch: ModuleType, number: int, slots: tuple[Slot, ...]) -> Gpu:
+def _seen(torch: Any, number: int, slots: tuple[Slot, ...]) -> Gpu:
     properties = torch.cuda.get_device_properties(number)
     address = _address(properties)
     slot = next((slot for slot in slots if slot.bus_address == address), Slot(address))
@@ -147,7 +143,7 @@ def _seen(torch: ModuleType, number: int, slots: tuple[Slot, ...]) -> Gpu:
     )
 
 
-def _slot_of(torch: ModuleType, number: int, system: System) -> Slot:
+def _slot_of(torch: Any, number: int, system: System) -> Slot:
     address = _address(torch.cuda.get_device_properties(number))
     return Slot() if address is None else slot_at(address, system)
 

@@ -15,7 +15,8 @@ float32 products are full float32 while work runs: TF32, a switch of the whole p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -30,10 +31,13 @@ Stream = Any
 Event = Any
 LARGEST_REGISTRATION = 1 << 32
 """Bytes: larger pieces at once have failed in the field."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every context, not for one."""
 
 _CHASE = """
-extern "C" __global__ void chase(const long long* words, const long long* lines, long long n, long long* result) {
-    long long line = 0, at = 0;
+extern "C" __global__ void chase(const long long* words, const long long* lines, int n, long long* result) {
+    long long line = 0;
+    int at = 0;
     for (; at < n && line >= 0 && line < n; ++at) line = words[lines[line]];
     result[0] = line;
     result[1] = at < n || line < 0 || line >= n;
@@ -112,14 +116,17 @@ def fault_of(error: BaseException) -> Fault:
 
 
 class CudaAccelerator:
-    """A GPU of this machine, by torch.cuda; ROCm's torch answers to the same names. `name` is "cuda:0" or the like."""
+    """A GPU of this machine, by torch.cuda; ROCm's torch answers to the same names. `name` is "cuda:0" or the like.
+
+    `torch` is imported if it is not given.
+    """
 
     model = ""
 
-    def __init__(self, name: str) -> None:
-        import torch
-
-        self._torch = torch
+    def __init__(self, name: str, torch: Any = None) -> None:
+        if torch is None:
+            import torch
+        self._torch: Any = torch
         self._cuda: Any = torch.cuda  # most of it has no types
         self.name = name
         self.device = torch.device(name)
@@ -148,23 +155,20 @@ class CudaAccelerator:
         return int(free), int(total)
 
     def slab(self, nbytes: int) -> Tensor:
-        return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
+        slab: Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
+        return slab
 
     def pinned(self, nbytes: int) -> Tensor:
-        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        with self._cuda.device(self.device):  # or a context on the first GPU is made for it
+            buffer: Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        return buffer
 
     def stream(self) -> Stream:
         return self._cuda.Stream(self.device)
 
     def enqueue(self, stream: Stream, work: Callable[[], None], beside: Stream = None) -> None:
-        torch = self._torch
-        precision = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        try:
-            with self._cuda.stream(beside), self._cuda.stream(stream), torch.no_grad():
-                work()
-        finally:
-            torch.set_float32_matmul_precision(precision)
+        with full_float32(self._torch), self._cuda.stream(beside), self._cuda.stream(stream), self._torch.no_grad():
+            work()
 
     def record(self, stream: Stream) -> Event:
         event = self._cuda.Event(enable_timing=True)
@@ -182,7 +186,9 @@ class CudaAccelerator:
 
     def upload(self, array: NDArray[np.int64]) -> Tensor:
         # The caching allocator of page-locked memory reuses the copy only when the stream is done with it.
-        return self._torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        mine = array if array.flags.writeable else array.copy()
+        uploaded: Tensor = self._torch.from_numpy(mine).pin_memory().to(self.device, non_blocking=True)
+        return uploaded
 
     def chase(self, words: Tensor, lines: Tensor, result: Tensor) -> None:
         self._chase(grid=(1, 1, 1), block=(1, 1, 1), args=(words, lines, len(lines), result))
@@ -192,7 +198,8 @@ class CudaAccelerator:
         address, done = array.ctypes.data, 0
         while done < array.nbytes:
             nbytes = min(LARGEST_REGISTRATION, array.nbytes - done)
-            status = int(cudart.cudaHostRegister(address + done, nbytes, 0))
+            with self._cuda.device(self.device):
+                status = int(cudart.cudaHostRegister(address + done, nbytes, _PORTABLE))
             if status:
                 self._absorb()
                 if done:
@@ -234,9 +241,46 @@ class CudaAccelerator:
             return None, "this torch compiles no kernels from source"
         try:
             with self._cuda.device(self.device):
-                return compile_kernel(_CHASE, "chase"), ""
+                made = compile_kernel(_CHASE, "chase")
+            self._chase = made
+            if self._chased() != [0, 0]:
+                return None, "chase was compiled and does not follow three lines"
         except Exception as error:  # whatever the compiler at run time is missing, all else works without it
             return None, f"chase was not compiled: {type(error).__name__}: {error}"
+        return made, ""
+
+    def _chased(self) -> list[int]:
+        """Where three lines lead that form a circle, and the fault."""
+        torch = self._torch
+        found: list[list[int]] = []
+
+        def work() -> None:
+            words, lines = (self.upload(np.array(numbers)) for numbers in ([2, 0, 1], [0, 1, 2]))
+            result = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self.chase(words, lines, result)
+            found.append(result.cpu().tolist())
+
+        self.enqueue(self.stream(), work)
+        return found[0]
+
+
+@contextmanager
+def full_float32(torch: Any) -> Iterator[None]:
+    """Products of float32 without TF32, for a while; what the process had set is put back."""
+    matmul = torch.backends.cuda.matmul
+    newer = getattr(matmul, "fp32_precision", None)
+    try:
+        older = matmul.allow_tf32
+    except RuntimeError:  # the process uses the newer switch, and says so to whoever asks for the older one
+        older = None
+    matmul.allow_tf32 = False  # this one sets both; where they differ, products are refused
+    try:
+        yield
+    finally:
+        if older is not None:
+            matmul.allow_tf32 = older
+        if newer is not None and matmul.fp32_precision != newer:
+            matmul.fp32_precision = newer
 
 
 def _status_name(cudart: Any, status: int) -> str:

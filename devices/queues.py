@@ -45,6 +45,7 @@ class QueueSet:
         self._queues: list[deque[Completion]] = [deque() for _ in range(num_queues)]
         self._unread: dict[Completion, DeviceError] = {}
         self._handed: set[Completion] = set()
+        self._num_handed = [0] * num_queues  # those are always the first of their queue
         self._closed = False
 
     def submit(self, command: Command, queue: int, after: Sequence[Completion], traffic: Traffic) -> Completion:
@@ -81,6 +82,7 @@ class QueueSet:
         if self._closed or completion.done:
             return
         self._handed.add(completion)
+        self._num_handed[completion.queue] += 1
         mine = [call for call in completion._followers if getattr(call, "func", None) == self._released]
         if mine:
             completion._followers = [call for call in completion._followers if call not in mine]
@@ -99,7 +101,9 @@ class QueueSet:
         line = self._queues[completion.queue]
         assert line[0] is completion, "commands of one queue end in order"
         line.popleft()
-        self._handed.discard(completion)
+        if completion in self._handed:
+            self._handed.remove(completion)
+            self._num_handed[completion.queue] -= 1
         if error is not None:
             self._unread[completion] = error
         self._end(completion, error)
@@ -131,6 +135,7 @@ class QueueSet:
         self._closed = True
         still = [completion for line in self._queues for completion in line]
         self._handed.clear()
+        self._num_handed = [0] * len(self._queues)
         for line in self._queues:
             line.clear()
         for completion in still:  # all of them before anybody is told, so that none is begun as a follower
@@ -178,27 +183,18 @@ class QueueSet:
             raise failures[0]
 
     def _next(self, ended: Completion) -> None:
-        for completion in self._queues[ended.queue]:
-            if completion.started_ns < 0:
-                if completion._waiting == 0 and self._may_begin(completion):
-                    self._begin(completion)
-                return
-            if completion not in self._handed:
-                return
+        line, first = self._queues[ended.queue], self._num_handed[ended.queue]
+        if len(line) > first:
+            completion = line[first]
+            if completion.started_ns < 0 and completion._waiting == 0 and self._may_begin(completion):
+                self._begin(completion)
 
     def _may_begin(self, completion: Completion) -> bool:
-        """Whether all that stand before it in its queue are with the hardware, and nothing is to be cancelled."""
-        line = self._queues[completion.queue]
-        if line[0] is completion:
-            return True
-        if not self._handed or any(earlier.error is not None for earlier in completion.after):
+        """Whether all that stand before it in its queue are with the hardware; what is to be cancelled comes first."""
+        first = self._num_handed[completion.queue]
+        if self._queues[completion.queue][first] is not completion:
             return False
-        for earlier in line:
-            if earlier is completion:
-                return True
-            if earlier not in self._handed:
-                return False
-        return False
+        return first == 0 or all(earlier.error is None for earlier in completion.after)
 
     def _released(self, completion: Completion, _: Completion) -> None:
         completion._waiting -= 1

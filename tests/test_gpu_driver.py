@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.gpu_rig import MIB, Rig, bytes_of, copied, host_region
+from tests.test_docs import ROOT, run_blocks
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
 from tierloop.devices.completion import Completion
@@ -430,6 +431,10 @@ def test_it_says_what_it_stands_on() -> None:
 def test_importing_the_driver_does_not_import_torch() -> None:
     code = "import sys, tierloop.devices.drivers.gpu; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_examples_of_the_page_run() -> None:
+    assert run_blocks(ROOT / "docs" / "gpu.md")["over"]
 
 
 def test_gathering_from_two_regions_into_a_third_one() -> None:

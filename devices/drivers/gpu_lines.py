@@ -127,9 +127,9 @@ class Lines:
         self._polling = True
         try:
             for line in self._lines:
-                for running in list(line):
-                    if not running.is_last and (running.awaits is None or self._is_done(running)):
-                        self._resume(running)
+                # Only the last that was begun can have more to do: the next one begins when it has not.
+                if line and not line[-1].is_last and (line[-1].awaits is None or self._is_done(line[-1])):
+                    self._resume(line[-1])
                 while line and line[0].is_last and (line[0].over or self._is_done(line[0])):
                     self._end(line.popleft())
             self._look_for_the_stuck()

@@ -15,6 +15,7 @@ float32 products are full float32 while work runs: TF32, a switch of the whole p
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -206,7 +207,7 @@ class CudaAccelerator:
                     self._unregister(address, done)
                 raise RuntimeError(
                     f"cudaHostRegister of {nbytes} bytes at {address + done:#x}, after {done} of {array.nbytes} bytes, "
-                    f"answered {status} ({_status_name(cudart, status)})"
+                    f"answered {status} ({_status_name(cudart, status)}); RLIMIT_MEMLOCK is {_memlock_limit()}"
                 )
             done += nbytes
 
@@ -281,6 +282,11 @@ def full_float32(torch: Any) -> Iterator[None]:
             matmul.allow_tf32 = older
         if newer is not None and matmul.fp32_precision != newer:
             matmul.fp32_precision = newer
+
+
+def _memlock_limit() -> str:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
 
 
 def _status_name(cudart: Any, status: int) -> str:

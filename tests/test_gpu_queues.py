@@ -1,4 +1,4 @@
-"""Queues of a device that orders commands by itself: begun before what they come after has ended, and ended in order."""
+"""Queues of a device that orders commands by itself: begun before what they come after has ended; ends in order."""
 
 from __future__ import annotations
 
@@ -89,14 +89,17 @@ def test_whatever_is_handed_over_everything_is_begun_once_in_order_and_ends(data
     device = Ordered(site)
     made: list[Completion] = []
     for _ in range(data.draw(st.integers(1, 20))):
-        device.hands_over = data.draw(st.booleans())
-        if made and data.draw(st.booleans()):
+        hands_over: bool = data.draw(st.booleans())
+        device.hands_over = hands_over
+        ends_one: bool = data.draw(st.booleans())
+        if ends_one:
             open_heads = [c for c in device.begun if not c.done and _is_head(made, c)]
             if open_heads:
                 device.end(data.draw(st.sampled_from(open_heads)))
-        after = data.draw(st.lists(st.sampled_from(made), max_size=2)) if made else []
+        after: list[Completion] = data.draw(st.lists(st.sampled_from(made), max_size=2)) if made else []
         made.append(device.submit(data.draw(st.integers(0, 2)), *after))
-    device.hands_over = data.draw(st.booleans())
+    at_last: bool = data.draw(st.booleans())
+    device.hands_over = at_last
     while not all(c.done for c in made):
         device.end(next(c for c in device.begun if not c.done and _is_head(made, c)))
     assert sorted(map(id, device.begun)) == sorted(map(id, made)), "each is begun once"

@@ -37,6 +37,7 @@ class Event:
 
     at_ns: int = -1
     questions: int = 0
+    done: bool = False
 
 
 @dataclass
@@ -161,10 +162,11 @@ class HostAccelerator:
             ready = [stream for stream in self._streams if self._can_step(stream)]
             if ready:
                 self._step(self._random.choice(ready))
-        if event.at_ns < 0:
-            return False
-        event.questions += 1
-        return event.questions >= self._random.randrange(1, self._questions + 1) or self._eager
+        if event.at_ns >= 0:
+            event.questions += 1
+            enough = event.questions >= self._random.randrange(1, self._questions + 1)
+            event.done = event.done or enough or self._eager
+        return event.done
 
     def elapsed_ns(self, first: Event, last: Event) -> int:
         assert min(first.at_ns, last.at_ns) >= 0, "both events are done"

@@ -32,12 +32,18 @@ class TestBesideACpu(Suite):
     """A platform whose host memory the copy engines reach."""
 
     device: ClassVar[str] = "gpu0"
-    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "ordering", "stateful")
+    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "ordering", "errors", "stateful")
     examples: ClassVar[int] = 8
 
     def open(self, site: Site) -> Platform:
         gpu = open_gpu("gpu0", site, {**OPTIONS, "reaches": ["cpu0"]}, accelerator=HostAccelerator(2, 16 * MIB))
         return Platform("pair", site, {"cpu0": open_cpu("cpu0", site, {"capacity": 64 * MIB}), "gpu0": gpu}, "cpu0")
+
+
+def test_operands_of_kernels_may_lie_on_the_host() -> None:
+    report = run(TestBesideACpu().open, only=["operands_may_lie_in_several_memories"], device="gpu0")
+    assert report.passed, str(report)
+    assert not [result for result in report.results if result.outcome == "skipped"]
 
 
 @pytest.mark.parametrize("seed", range(3, 6))

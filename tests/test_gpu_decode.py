@@ -35,9 +35,10 @@ def on_the_host() -> Decoded:
     return decode(MODEL, PROMPTS, "cpu-attention", platform=platform_of(None))
 
 
-@pytest.mark.parametrize("policy", ["all-gpu", "split-all", "stream-offload"])
+@pytest.mark.parametrize("policy", ["all-gpu", "split-all", "stream-offload", "cpu-attention", "hybridgen"])
 def test_policies_have_the_tokens_of_the_host(on_the_host: Decoded, policy: str) -> None:
-    decoded = decode(MODEL, PROMPTS, policy, platform=platform_of(3))
-    assert decoded.tokens == on_the_host.tokens
+    prompts = PROMPTS[:1] if policy == "stream-offload" else PROMPTS  # which serves one request at a time
+    decoded = decode(MODEL, prompts, policy, platform=platform_of(3))
+    assert decoded.tokens == on_the_host.tokens[: len(prompts)]
     assert decoded.verdict.worst_ratio <= 1
     assert decoded.devices["gpu"].bytes_read > 0, "the GPU had nothing to do"

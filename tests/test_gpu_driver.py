@@ -261,6 +261,38 @@ def test_what_a_function_of_the_host_raises_ends_its_command_only() -> None:
     rig.device.close()
 
 
+def test_operands_on_the_host_need_room_in_the_gpu_and_give_it_back() -> None:
+    rig = Rig(options={"capacity": 65536})
+    source, target = host_region(20_000), host_region(20_000, 1)
+    assert source.view is not None
+    assert target.view is not None
+    source.view[:] = bytes_of(8, 20_000)
+    spans = Spans([(5_000, 10_000), (0, 5_000)])
+    launch = Launch(Gather(), ((Segment(source, spans), source.at(15_000, 5_000)),), ((target.all(),),))
+    for _ in range(5):
+        target.view[:] = 0
+        rig.do(launch)
+        want = np.concatenate([source.view[5_000:15_000], source.view[:5_000], source.view[15_000:]])
+        assert np.array_equal(target.view, want)
+    whole = rig.device.alloc(30_000)
+    with pytest.raises(OutOfMemory, match="operands that lie on the host"):
+        rig.do(launch)
+    rig.device.free(whole)
+    rig.do(launch)
+
+
+def test_a_function_of_the_host_may_read_the_host_and_write_the_gpu() -> None:
+    rig = Rig()
+    source, near, target = host_region(100, fill=3), rig.filled(np.full(50, 4, dtype=np.uint8)), rig.device.alloc(150)
+
+    def function(reads: list[Any], writes: list[Any]) -> None:
+        writes[0][:] = reads[0] * 2
+
+    operand = (source.at(0, 60), near.all(), source.at(60, 40))
+    rig.do(Launch(Dense("double", 1, 0, 0, function), (operand,), ((target.all(),),)))
+    assert rig.bytes(target.all()).tolist() == [6] * 60 + [8] * 50 + [6] * 40
+
+
 def test_a_chase_that_leads_outside_is_an_error_and_stops_there() -> None:
     rig = Rig()
     numbers = np.zeros((4, 8), dtype=np.int64)
@@ -273,6 +305,8 @@ def test_a_chase_that_leads_outside_is_an_error_and_stops_there() -> None:
     rig.do(Write(lines.all(), numbers.view(np.uint8).ravel()), rig.to)
     rig.do(Launch(Chase(), ((Segment(lines, spans),),), ((last.all(),),)))
     assert rig.bytes(last.all()).view(np.int64).tolist() == [0]
+    with pytest.raises(Unsupported, match="memory of the GPU"):
+        rig.device.submit(Launch(Chase(), ((Segment(host_region(256), spans),),), ((last.all(),),)))
 
 
 def test_a_launch_that_does_not_fit_names_the_launch_and_leaves_the_gpu_alone() -> None:

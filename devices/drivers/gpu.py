@@ -16,7 +16,8 @@ What must hold beyond the device contract:
 - An error of the hardware that stays (an illegal access, a bus that is gone) makes the device `Gone`: torch cannot use
   the GPU in this process any more. So does a command that is not done `deadline_s` after the last one was: it ends as
   Timeout, and what the GPU may still write to is kept for as long as the process lives.
-- `dense` runs its function on the host: operands come and results go over the link.
+- `dense` runs its function on the host: operands come and results go over the link. Other kernels may have operands
+  in host-mapped memory, too: these are copied into the GPU's memory first, or back from it, for as long as it takes.
 - Kernels round in float32, in an order that depends on the launch: results keep the bound, not the bits (docs/gpu.md).
 
 Options: `device` ("cuda:0"); `capacity` in bytes (what is free, less `reserve`); `reserve` (an eighth of what is free,
@@ -96,7 +97,7 @@ class GpuDevice:
         self, name: str, site: Site, options: Options, accelerator: Accelerator, slot: Slot | None = None
     ) -> None:
         from tierloop.devices.drivers.gpu_programs import Programs
-        from tierloop.devices.drivers.gpu_staging import Registered, Staging
+        from tierloop.devices.drivers.gpu_staging import Registered, Scratch, Staging
 
         self._name = name
         self._options = options
@@ -112,7 +113,10 @@ class GpuDevice:
         self._closing = False
         self._staging = Staging(accelerator, options.staging_buffers, options.staging_nbytes)
         self._registered = Registered(accelerator, options.register, Placements.of(site).registered)
-        self._programs = Programs(accelerator, self._slab, self._offsets, self._staging, self._registered, self._peer)
+        self._scratch = Scratch(accelerator, self._extents)
+        self._programs = Programs(
+            accelerator, self._slab, self._offsets, self._staging, self._scratch, self._registered, self._peer
+        )
         num = options.queues + 2 + bool(reached.peers)
         self._lines = Lines(
             name, site.clock, accelerator, num, options.deadline_s, options.poll_ns, self._program, self._ended
@@ -142,6 +146,9 @@ class GpuDevice:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         self._arena.reserve(nbytes, memory)
         offset = self._extents.take(nbytes)
+        if offset is None:
+            self._collect()
+            offset = self._extents.take(nbytes)
         if offset is None:
             largest = self._extents.largest_hole
             raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes; the largest piece that is free has {largest}")
@@ -195,11 +202,14 @@ class GpuDevice:
         op = verb(command)
         self._alive(op)
         traffic = check(self._info, command, queue)
+        measures = isinstance(command, Launch) and isinstance(command.args, contract.Chase)
         for region, _ in segments(command):
             owner = self if region.memory == self._name else self._peers.get(region.memory)
             if owner is not None:
                 if region not in owner._offsets:
                     raise OutOfRange(self._name, op, f"{region} is not allocated there")
+            elif measures:
+                raise Unsupported(self._name, op, f"{region}: it measures the memory of the GPU")
             elif region.view is None or region.view.nbytes < region.nbytes or not region.view.flags.c_contiguous:
                 raise Unsupported(self._name, op, f"{region} is not mapped by the host")
         for region, _ in write_segments(command):
@@ -230,6 +240,13 @@ class GpuDevice:
         event = accelerator.record(self._zeroing)
         for stream in (*self._lines.streams, self._beside):
             accelerator.wait(stream, event)
+
+    def _collect(self) -> None:
+        """Take back what commands have borrowed of the slab and are through with."""
+        try:
+            self._scratch.collect()
+        except RuntimeError as error:
+            raise self._lines.failure("alloc", error, 0) from error
 
     def _ended(self, completion: Completion, duration_ns: int) -> None:
         kind, size = self._kind(completion.command), size_of(completion.command, completion.traffic)

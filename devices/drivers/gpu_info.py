@@ -44,7 +44,7 @@ def describe(
         verbs=frozenset({"copy", "flush"}),
         kernels=contract.KERNELS if accelerator.chases else contract.KERNELS - {"chase"},
         dtypes=contract.DTYPES,
-        paths=(near,),
+        paths=(near, *hosts),
         depth=DEPTH,
     )
     engines = tuple(

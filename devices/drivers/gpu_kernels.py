@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from tierloop.devices.commands import Launch
 from tierloop.devices.drivers import gpu_attention, gpu_codes, gpu_selection
-from tierloop.devices.drivers.gpu_operands import Upload, spans_of
+from tierloop.devices.drivers.gpu_operands import Int64, Upload
 from tierloop.devices.kernels import contract
-from tierloop.devices.regions import Region
 
 _PREPARED: dict[type, Callable[..., Callable[[Tensor, Upload], None]]] = {
     contract.Attend: gpu_attention.attend,
@@ -28,9 +27,10 @@ _PREPARED: dict[type, Callable[..., Callable[[Tensor, Upload], None]]] = {
 }
 
 
-def prepared(launch: Launch, offset_of: Mapping[Region, int]) -> Callable[[Tensor, Upload], None]:
-    """The work of a launch, given the slab. Raises ValueError, naming run or root, for what does not fit."""
+def prepared(launch: Launch, reads: list[Int64], writes: list[Int64]) -> Callable[[Tensor, Upload], None]:
+    """The work of a launch, given the slab; `reads` and `writes` are the spans of its operands there.
+
+    Raises ValueError, naming run or root, for what does not fit.
+    """
     args: Any = launch.args
-    reads = [spans_of(operand, offset_of) for operand in launch.reads]
-    writes = [spans_of(operand, offset_of) for operand in launch.writes]
     return _PREPARED[type(args)](args, reads, writes)

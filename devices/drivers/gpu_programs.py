@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierloop.devices.commands import Copy, Launch, Read, Write
+from tierloop.devices.commands import Copy, Launch, Operand, Read, Write
 from tierloop.devices.drivers.gpu_kernels import prepared
 from tierloop.devices.drivers.gpu_operands import Int64, Place, spans_of
 from tierloop.devices.drivers.gpu_runtime import Accelerator, Event, Stream
-from tierloop.devices.drivers.gpu_staging import Registered, Staging
+from tierloop.devices.drivers.gpu_staging import Registered, Scratch, Staging
 from tierloop.devices.kernels import copy_bytes
 from tierloop.devices.kernels.contract import LINE_NBYTES, Chase, Dense
 from tierloop.devices.regions import Region, Segment
@@ -62,6 +62,7 @@ class Programs:
         slab: Tensor,
         offset_of: Mapping[Region, int],
         staging: Staging,
+        scratch: Scratch,
         registered: Registered,
         peers: Callable[[str], Peer | None],
     ) -> None:
@@ -69,6 +70,7 @@ class Programs:
         self._slab = slab
         self._offset_of = offset_of
         self._staging = staging
+        self._scratch = scratch
         self._registered = registered
         self._peers = peers
 
@@ -112,10 +114,11 @@ class Programs:
             yield from self._dense(stream, command, command.args)
         elif isinstance(command.args, Chase):
             yield from self._chase(stream, command)
-        else:
-            work = prepared(command, self._offset_of)
-            self._enqueue(stream, lambda: work(self._slab, self._accelerator.upload))
+        elif all(self._is_near(operand) for operand in command.reads + command.writes):
+            self._run(stream, command, *([spans_of(o, self._offset_of) for o in os] for os in _operands(command)))
             yield Last(self._accelerator.record(stream))
+        else:
+            yield from self._with_copies(stream, command)
 
     def flush(self, stream: Stream) -> Program:
         """Streams are in order, and so are their writes: nothing to do but to come after them."""
@@ -203,20 +206,14 @@ class Programs:
             yield from self._direct(stream, source, target, to_host=False)
             return
 
-        def fill(low: int, high: int, buffer: NDArray[np.uint8]) -> None:
-            copy_bytes(Read(_part(source, low, high), buffer), _bytes_of)
-
-        yield from self._send(stream, Place(spans_of((target,), self._offset_of)), fill)
+        yield from self._send(stream, Place(spans_of((target,), self._offset_of)), _from_host(source))
 
     def _to_host(self, stream: Stream, source: Segment, target: Segment) -> Program:
         if self._is_direct(target, source):
             yield from self._direct(stream, target, source, to_host=True)
             return
 
-        def empty(low: int, high: int, buffer: NDArray[np.uint8]) -> None:
-            copy_bytes(Write(_part(target, low, high), buffer), _bytes_of)
-
-        yield from self._fetch(stream, Place(spans_of((source,), self._offset_of)), empty)
+        yield from self._fetch(stream, Place(spans_of((source,), self._offset_of)), _to_host(target))
 
     def _is_direct(self, host: Segment, near: Segment) -> bool:
         pieces = max(len(host.spans), len(near.spans), 1)
@@ -238,23 +235,72 @@ class Programs:
         self._enqueue(stream, work)
         yield self._accelerator.record(stream)  # no `Last`: what follows must see, or may change, the host's bytes
 
+    def _is_near(self, operand: Operand) -> bool:
+        return all(region in self._offset_of for region, _ in operand)
+
+    def _run(self, stream: Stream, command: Launch, reads: list[Int64], writes: list[Int64]) -> None:
+        work = prepared(command, reads, writes)
+        self._enqueue(stream, lambda: work(self._slab, self._accelerator.upload))
+
+    def _with_copies(self, stream: Stream, command: Launch) -> Program:
+        """A kernel with operands on the host: those that it reads come first, those that it writes go back."""
+        taken: list[tuple[int, int]] = []
+        returned: list[tuple[Segment, Place]] = []
+        try:
+            reads, writes = [], []
+            for operand in command.reads:
+                spans, far = self._nearby(operand, taken)
+                reads.append(spans)
+                for segment, place in far:
+                    yield from _without_last(self._send(stream, place, _from_host(segment)))
+            for operand in command.writes:
+                spans, far = self._nearby(operand, taken)
+                writes.append(spans)
+                returned += far
+            self._run(stream, command, reads, writes)
+            for segment, place in returned:
+                yield from self._fetch(stream, place, _to_host(segment))
+        except Exception:
+            self._give_back(stream, taken)
+            raise
+        yield self._give_back(stream, taken)
+
+    def _give_back(self, stream: Stream, taken: list[tuple[int, int]]) -> Event:
+        """What was borrowed is free when everything that was enqueued is done."""
+        event = self._accelerator.record(stream)
+        for offset, nbytes in taken:
+            self._scratch.give(offset, nbytes, event)
+        return event
+
+    def _nearby(self, operand: Operand, taken: list[tuple[int, int]]) -> tuple[Int64, list[tuple[Segment, Place]]]:
+        """The operand's spans in the slab, with room for what lies on the host; and the places of that."""
+        tables: list[Int64] = [np.empty((0, 2), dtype=np.int64)]
+        far = []
+        for segment in operand:
+            if segment.region in self._offset_of:
+                tables.append(spans_of((segment,), self._offset_of))
+                continue
+            nbytes, sizes = segment.spans.nbytes, segment.spans.array[:, 1]
+            offset = self._scratch.take(nbytes)
+            taken.append((offset, nbytes))
+            table = np.stack([offset + np.cumsum(sizes) - sizes, sizes], axis=1)
+            tables.append(table)
+            far.append((segment, Place(table)))
+        return np.concatenate(tables), far
+
     def _dense(self, stream: Stream, command: Launch, args: Dense) -> Program:
         """The function is the host's: operands come to it, and what it wrote goes back."""
         if args.function is None:
             yield from self.flush(stream)
             return
-        reads = []
-        for operand in command.reads:
-            place = Place(spans_of(operand, self._offset_of))
-            bytes_ = np.empty(place.nbytes, dtype=np.uint8)
-            yield from self._fetch(stream, place, _emptying(bytes_))
-            reads.append(bytes_)
-        places = [Place(spans_of(operand, self._offset_of)) for operand in command.writes]
-        writes = [np.zeros(place.nbytes, dtype=np.uint8) for place in places]
+        reads = [np.empty(_nbytes(operand), dtype=np.uint8) for operand in command.reads]
+        for segment, bytes_ in _segments(command.reads, reads):
+            yield from self.read(stream, Read(segment, bytes_))
+        writes = [np.zeros(_nbytes(operand), dtype=np.uint8) for operand in command.writes]
         args.function(reads, writes)
-        for place, bytes_ in zip(places, writes, strict=True):
-            for step in self._send(stream, place, _filling(bytes_)):
-                yield step.event if isinstance(step, Last) else step
+        for segment, bytes_ in _segments(command.writes, writes):
+            yield from _without_last(self.write(stream, Write(segment, bytes_)))
+        yield self._accelerator.record(stream)
 
     def _chase(self, stream: Stream, command: Launch) -> Program:
         spans = spans_of(command.reads[0], self._offset_of)
@@ -313,12 +359,38 @@ def _put(into: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
     into[:] = data
 
 
-def _filling(bytes_: NDArray[np.uint8]) -> Callable[[int, int, NDArray[np.uint8]], None]:
-    return lambda low, high, buffer: _put(buffer, bytes_[low:high])
+def _from_host(source: Segment) -> Callable[[int, int, NDArray[np.uint8]], None]:
+    return lambda low, high, buffer: copy_bytes(Read(_part(source, low, high), buffer), _bytes_of)
 
 
-def _emptying(bytes_: NDArray[np.uint8]) -> Callable[[int, int, NDArray[np.uint8]], None]:
-    return lambda low, high, buffer: _put(bytes_[low:high], buffer)
+def _to_host(target: Segment) -> Callable[[int, int, NDArray[np.uint8]], None]:
+    return lambda low, high, buffer: copy_bytes(Write(_part(target, low, high), buffer), _bytes_of)
+
+
+def _without_last(program: Program) -> Program:
+    """A part of a program, whose end the stream orders already."""
+    for step in program:
+        if not isinstance(step, Last):
+            yield step
+
+
+def _operands(command: Launch) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+    return command.reads, command.writes
+
+
+def _nbytes(operand: Operand) -> int:
+    return sum([spans.nbytes for _, spans in operand])
+
+
+def _segments(
+    operands: tuple[Operand, ...], arrays: list[NDArray[np.uint8]]
+) -> Iterator[tuple[Segment, NDArray[np.uint8]]]:
+    """Every segment of the operands, with its bytes of the operand's array."""
+    for operand, array in zip(operands, arrays, strict=True):
+        low = 0
+        for segment in operand:
+            yield segment, array[low : low + segment.spans.nbytes]
+            low += segment.spans.nbytes
 
 
 def _storing(place: Place, slab: Tensor, filled: Tensor, accelerator: Accelerator) -> Callable[[], None]:

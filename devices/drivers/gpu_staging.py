@@ -4,6 +4,8 @@ A buffer belongs to whoever took it until the event that it was given back with 
 that finds it empty goes on when another one is through. Nobody keeps a buffer while waiting for a second one, so the
 pool cannot run dry for good.
 
+Scratch is room in the GPU's own memory for operands of kernels that lie on the host, borrowed likewise.
+
 Host memory is registered when a copy first touches it, region by region; where the system refuses, the reason is kept
 and copies go through buffers. A region that was freed is unregistered at the next chance, and all of them at the end.
 """
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.gpu_runtime import Accelerator, Event
 from tierloop.devices.regions import Region
 
@@ -62,6 +65,40 @@ class Staging:
                 self._free.append(buffer)
             else:
                 still.append((event, buffer))
+        self._lent = still
+
+
+class Scratch:
+    """Room in the slab, taken from the same extents as regions."""
+
+    def __init__(self, accelerator: Accelerator, extents: Extents) -> None:
+        self._accelerator = accelerator
+        self._extents = extents
+        self._lent: list[tuple[Event, int, int]] = []
+
+    def take(self, nbytes: int) -> int:
+        """The offset of so many bytes. Raises MemoryError."""
+        self.collect()
+        offset = self._extents.take(max(nbytes, 1))
+        if offset is None:
+            raise MemoryError(
+                f"{nbytes} bytes for operands that lie on the host; the largest piece that is free has "
+                f"{self._extents.largest_hole}"
+            )
+        return offset
+
+    def give(self, offset: int, nbytes: int, event: Event) -> None:
+        """Give it back; it is free when the event is done."""
+        self._lent.append((event, offset, max(nbytes, 1)))
+
+    def collect(self) -> None:
+        """Give what is free by now back to the extents."""
+        still = []
+        for event, offset, nbytes in self._lent:
+            if self._accelerator.done(event):
+                self._extents.give(offset, nbytes)
+            else:
+                still.append((event, offset, nbytes))
         self._lent = still
 
 

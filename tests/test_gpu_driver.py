@@ -20,7 +20,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.drivers import gpu_lines
 from tierloop.devices.drivers.gpu import GpuDevice, open_gpu
 from tierloop.devices.drivers.gpu_options import Options
-from tierloop.devices.drivers.gpu_programs import DIRECT_NBYTES, common_pieces
+from tierloop.devices.drivers.gpu_transfers import DIRECT_NBYTES, common_pieces
 from tierloop.devices.errors import (
     Cancelled,
     ConfigurationError,

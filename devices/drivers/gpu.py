@@ -56,7 +56,7 @@ from tierloop.devices.system import HOST, System
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tierloop.devices.drivers.gpu_programs import Peer, Program
+    from tierloop.devices.drivers.gpu_transfers import Peer, Program
 
 _ALIGNMENT = 256
 """Regions begin on such a grid, so that rows of up to 256 bytes are moved as one unit each."""
@@ -96,8 +96,9 @@ class GpuDevice:
     def __init__(
         self, name: str, site: Site, options: Options, accelerator: Accelerator, slot: Slot | None = None
     ) -> None:
-        from tierloop.devices.drivers.gpu_programs import Programs
+        from tierloop.devices.drivers.gpu_launches import Launches
         from tierloop.devices.drivers.gpu_staging import Registered, Scratch, Staging
+        from tierloop.devices.drivers.gpu_transfers import Transfers
 
         self._name = name
         self._options = options
@@ -114,9 +115,9 @@ class GpuDevice:
         self._staging = Staging(accelerator, options.staging_buffers, options.staging_nbytes)
         self._registered = Registered(accelerator, options.register, Placements.of(site).registered)
         self._scratch = Scratch(accelerator, self._extents)
-        self._programs = Programs(
-            accelerator, self._slab, self._offsets, self._staging, self._scratch, self._registered, self._peer
-        )
+        held = (accelerator, self._slab, self._offsets, self._staging)
+        self._transfers = Transfers(*held, self._registered, self._peer)
+        self._launches = Launches(*held, self._scratch, self._transfers)
         num = options.queues + 2 + bool(reached.peers)
         self._lines = Lines(
             name, site.clock, accelerator, num, options.deadline_s, options.poll_ns, self._program, self._ended
@@ -219,15 +220,15 @@ class GpuDevice:
 
     def _program(self, command: Command, stream: Stream) -> Program:
         if isinstance(command, Write):
-            return self._programs.write(stream, command)
+            return self._transfers.write(stream, command)
         if isinstance(command, Read):
-            return self._programs.read(stream, command)
+            return self._transfers.read(stream, command)
         if isinstance(command, Copy):
-            return self._programs.copy(stream, command)
+            return self._transfers.copy(stream, command)
         if isinstance(command, Launch):
-            return self._programs.launch(stream, command)
+            return self._launches.launch(stream, command)
         assert isinstance(command, Flush)
-        return self._programs.flush(stream)
+        return self._launches.flush(stream)
 
     def _zero(self, offset: int, nbytes: int) -> None:
         """Everything that is enqueued from now on comes after the zeros."""
@@ -260,13 +261,13 @@ class GpuDevice:
             self._registered.close()
             self._lines.forget()
         self._gpus.pop(self._name, None)
-        del self._programs, self._staging, self._registered, self._slab
+        del self._transfers, self._launches, self._staging, self._registered, self._slab
         if not kept:
             self._accelerator.close()
 
     def _peer(self, memory: str) -> Peer | None:
         """Another GPU as programs see it, None for any other memory."""
-        from tierloop.devices.drivers.gpu_programs import Peer
+        from tierloop.devices.drivers.gpu_transfers import Peer
 
         other = self._peers.get(memory)
         return None if other is None else Peer(other._slab, other._offsets, other._beside)

@@ -1,6 +1,6 @@
 """Lines: the commands of a GPU that have been begun, one line per queue, from their first event to their end.
 
-Called by the device (gpu.py) on the clock's thread only. Every command has a program (gpu_programs.py); a line goes on
+Called by the device (gpu.py) on the clock's thread only. Every command has a program (gpu_transfers.py); a line goes on
 with all of its programs, and ends commands in order. While anything is out, the lines have themselves polled.
 
 Three things end badly. A program that raises ends its command once what it enqueued is done. A GPU that is lost ends
@@ -24,7 +24,7 @@ from tierloop.devices.kernels import contract
 from tierloop.devices.queues import QueueSet
 
 if TYPE_CHECKING:
-    from tierloop.devices.drivers.gpu_programs import Last, Program
+    from tierloop.devices.drivers.gpu_transfers import Last, Program
 
 LEFT_BEHIND: list[object] = []
 """What a GPU that does not answer may still write to."""
@@ -74,7 +74,7 @@ class Lines:
         begin: Callable[[Command, Stream], Program],
         ended: Callable[[Completion, int], None],
     ) -> None:
-        from tierloop.devices.drivers.gpu_programs import Last
+        from tierloop.devices.drivers.gpu_transfers import Last
 
         self._name = name
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Programs: what a command does on a stream, step by step. A program is a generator that never blocks.
+"""Transfers: what Read, Write and Copy do on a stream, step by step. A program is a generator that never blocks.
 
 It enqueues work and yields what it waits for: an event (go on when that is done), None (go on at the next chance: no
 buffer was free), or a `Last` event, behind which the host has nothing left to do. What comes after a command that is at
@@ -20,13 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierloop.devices.commands import Copy, Launch, Operand, Read, Write
-from tierloop.devices.drivers.gpu_kernels import prepared
+from tierloop.devices.commands import Copy, Read, Write
 from tierloop.devices.drivers.gpu_operands import Int64, Place, spans_of
 from tierloop.devices.drivers.gpu_runtime import Accelerator, Event, Stream
-from tierloop.devices.drivers.gpu_staging import Registered, Scratch, Staging
+from tierloop.devices.drivers.gpu_staging import Registered, Staging
 from tierloop.devices.kernels import copy_bytes
-from tierloop.devices.kernels.contract import LINE_NBYTES, Chase, Dense
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 
@@ -53,8 +51,8 @@ class Peer(NamedTuple):
     stream: Stream
 
 
-class Programs:
-    """Makes the programs of one GPU. `peers` is asked by the name of a memory."""
+class Transfers:
+    """Makes the programs of one GPU that move bytes. `peers` is asked by the name of a memory."""
 
     def __init__(
         self,
@@ -62,7 +60,6 @@ class Programs:
         slab: Tensor,
         offset_of: Mapping[Region, int],
         staging: Staging,
-        scratch: Scratch,
         registered: Registered,
         peers: Callable[[str], Peer | None],
     ) -> None:
@@ -70,7 +67,6 @@ class Programs:
         self._slab = slab
         self._offset_of = offset_of
         self._staging = staging
-        self._scratch = scratch
         self._registered = registered
         self._peers = peers
 
@@ -81,7 +77,7 @@ class Programs:
             copy_bytes(command, _bytes_of)
             return
         target = Place(spans_of((command.target,), self._offset_of))
-        yield from self._send(stream, target, lambda low, high, buffer: _put(buffer, data[low:high]))
+        yield from self.send(stream, target, lambda low, high, buffer: _put(buffer, data[low:high]))
 
     def read(self, stream: Stream, command: Read) -> Program:
         """Region → host buffer, likewise."""
@@ -90,7 +86,7 @@ class Programs:
             copy_bytes(command, _bytes_of)
             return
         source = Place(spans_of((command.source,), self._offset_of))
-        yield from self._fetch(stream, source, lambda low, high, buffer: _put(into[low:high], buffer))
+        yield from self.fetch(stream, source, lambda low, high, buffer: _put(into[low:high], buffer))
 
     def copy(self, stream: Stream, command: Copy) -> Program:
         """Region → region: within the GPU, between two of them, or from or to memory that the host has mapped."""
@@ -108,26 +104,7 @@ class Programs:
         else:
             copy_bytes(command, _bytes_of)
 
-    def launch(self, stream: Stream, command: Launch) -> Program:
-        """A kernel."""
-        if isinstance(command.args, Dense):
-            yield from self._dense(stream, command, command.args)
-        elif isinstance(command.args, Chase):
-            yield from self._chase(stream, command)
-        elif all(self._is_near(operand) for operand in command.reads + command.writes):
-            self._run(stream, command, *([spans_of(o, self._offset_of) for o in os] for os in _operands(command)))
-            yield Last(self._accelerator.record(stream))
-        else:
-            yield from self._with_copies(stream, command)
-
-    def flush(self, stream: Stream) -> Program:
-        """Streams are in order, and so are their writes: nothing to do but to come after them."""
-        yield Last(self._accelerator.record(stream))
-
-    def _enqueue(self, stream: Stream, work: Callable[[], None], beside: Stream = None) -> None:
-        self._accelerator.enqueue(stream, work, beside)
-
-    def _send(self, stream: Stream, target: Place, fill: Callable[[int, int, NDArray[np.uint8]], None]) -> Program:
+    def send(self, stream: Stream, target: Place, fill: Callable[[int, int, NDArray[np.uint8]], None]) -> Program:
         """Bytes of the host → the target; `fill(low, high, buffer)` puts bytes [low, high) into a buffer."""
         event = None
         for low, high in _cuts(target.nbytes, self._staging.nbytes):
@@ -137,12 +114,12 @@ class Programs:
                 buffer = self._staging.take()
             part, filled = target.part(low, high), buffer[: high - low]
             fill(low, high, filled.numpy())
-            self._enqueue(stream, _storing(part, self._slab, filled, self._accelerator))
+            self._accelerator.enqueue(stream, _storing(part, self._slab, filled, self._accelerator))
             event = self._accelerator.record(stream)
             self._staging.give(buffer, event)
         yield Last(event or self._accelerator.record(stream))
 
-    def _fetch(self, stream: Stream, source: Place, empty: Callable[[int, int, NDArray[np.uint8]], None]) -> Program:
+    def fetch(self, stream: Stream, source: Place, empty: Callable[[int, int, NDArray[np.uint8]], None]) -> Program:
         """The source → bytes of the host; `empty(low, high, buffer)` takes bytes [low, high) out of a buffer."""
         flying: deque[tuple[Event, Tensor, int, int]] = deque()
 
@@ -164,7 +141,7 @@ class Programs:
                     yield None
                 buffer = self._staging.take()
             part, filled = source.part(low, high), buffer[: high - low]
-            self._enqueue(stream, _loading(part, self._slab, filled, self._accelerator))
+            self._accelerator.enqueue(stream, _loading(part, self._slab, filled, self._accelerator))
             flying.append((self._accelerator.record(stream), buffer, low, high))
         while flying:
             yield from landed()
@@ -178,7 +155,7 @@ class Programs:
             def work(a: Place = a, b: Place = b) -> None:
                 b.store(self._slab, a.load(self._slab, self._accelerator.upload), self._accelerator.upload)
 
-            self._enqueue(stream, work)
+            self._accelerator.enqueue(stream, work)
         yield Last(self._accelerator.record(stream))
 
     def _between(
@@ -198,7 +175,7 @@ class Programs:
             for a, b, nbytes in pieces:
                 put[b : b + nbytes].copy_(taken[a : a + nbytes], non_blocking=True)
 
-        self._enqueue(stream, work, peer.stream)
+        self._accelerator.enqueue(stream, work, peer.stream)
         yield Last(self._accelerator.record(stream))
 
     def _from_host(self, stream: Stream, source: Segment, target: Segment) -> Program:
@@ -206,14 +183,14 @@ class Programs:
             yield from self._direct(stream, source, target, to_host=False)
             return
 
-        yield from self._send(stream, Place(spans_of((target,), self._offset_of)), _from_host(source))
+        yield from self.send(stream, Place(spans_of((target,), self._offset_of)), bytes_from(source))
 
     def _to_host(self, stream: Stream, source: Segment, target: Segment) -> Program:
         if self._is_direct(target, source):
             yield from self._direct(stream, target, source, to_host=True)
             return
 
-        yield from self._fetch(stream, Place(spans_of((source,), self._offset_of)), _to_host(target))
+        yield from self.fetch(stream, Place(spans_of((source,), self._offset_of)), bytes_to(target))
 
     def _is_direct(self, host: Segment, near: Segment) -> bool:
         pieces = max(len(host.spans), len(near.spans), 1)
@@ -232,105 +209,8 @@ class Programs:
                 else:
                     here.copy_(there, non_blocking=True)
 
-        self._enqueue(stream, work)
+        self._accelerator.enqueue(stream, work)
         yield self._accelerator.record(stream)  # no `Last`: what follows must see, or may change, the host's bytes
-
-    def _is_near(self, operand: Operand) -> bool:
-        return all(region in self._offset_of for region, _ in operand)
-
-    def _run(self, stream: Stream, command: Launch, reads: list[Int64], writes: list[Int64]) -> None:
-        work = prepared(command, reads, writes)
-        self._enqueue(stream, lambda: work(self._slab, self._accelerator.upload))
-
-    def _with_copies(self, stream: Stream, command: Launch) -> Program:
-        """A kernel with operands on the host: those that it reads come first, those that it writes go back."""
-        taken: list[tuple[int, int]] = []
-        returned: list[tuple[Segment, Place]] = []
-        try:
-            reads, writes = [], []
-            for operand in command.reads:
-                spans, far = self._nearby(operand, taken)
-                reads.append(spans)
-                for segment, place in far:
-                    yield from _without_last(self._send(stream, place, _from_host(segment)))
-            for operand in command.writes:
-                spans, far = self._nearby(operand, taken)
-                writes.append(spans)
-                returned += far
-            self._run(stream, command, reads, writes)
-            for segment, place in returned:
-                yield from self._fetch(stream, place, _to_host(segment))
-        except Exception:
-            self._give_back(stream, taken)
-            raise
-        yield self._give_back(stream, taken)
-
-    def _give_back(self, stream: Stream, taken: list[tuple[int, int]]) -> Event:
-        """What was borrowed is free when everything that was enqueued is done."""
-        event = self._accelerator.record(stream)
-        for offset, nbytes in taken:
-            self._scratch.give(offset, nbytes, event)
-        return event
-
-    def _nearby(self, operand: Operand, taken: list[tuple[int, int]]) -> tuple[Int64, list[tuple[Segment, Place]]]:
-        """The operand's spans in the slab, with room for what lies on the host; and the places of that."""
-        tables: list[Int64] = [np.empty((0, 2), dtype=np.int64)]
-        far = []
-        for segment in operand:
-            if segment.region in self._offset_of:
-                tables.append(spans_of((segment,), self._offset_of))
-                continue
-            nbytes, sizes = segment.spans.nbytes, segment.spans.array[:, 1]
-            offset = self._scratch.take(nbytes)
-            taken.append((offset, nbytes))
-            table = np.stack([offset + np.cumsum(sizes) - sizes, sizes], axis=1)
-            tables.append(table)
-            far.append((segment, Place(table)))
-        return np.concatenate(tables), far
-
-    def _dense(self, stream: Stream, command: Launch, args: Dense) -> Program:
-        """The function is the host's: operands come to it, and what it wrote goes back."""
-        if args.function is None:
-            yield from self.flush(stream)
-            return
-        reads = [np.empty(_nbytes(operand), dtype=np.uint8) for operand in command.reads]
-        for segment, bytes_ in _segments(command.reads, reads):
-            yield from self.read(stream, Read(segment, bytes_))
-        writes = [np.zeros(_nbytes(operand), dtype=np.uint8) for operand in command.writes]
-        args.function(reads, writes)
-        for segment, bytes_ in _segments(command.writes, writes):
-            yield from _without_last(self.write(stream, Write(segment, bytes_)))
-        yield self._accelerator.record(stream)
-
-    def _chase(self, stream: Stream, command: Launch) -> Program:
-        spans = spans_of(command.reads[0], self._offset_of)
-        wrong = spans[:, 1] != LINE_NBYTES
-        if wrong.any():
-            raise ValueError(f"span {int(wrong.argmax())} is no line of {LINE_NBYTES} bytes")
-        lines, scattered = np.ascontiguousarray(spans[:, 0]), None
-        if (lines % 8).any():  # numbers off their own grid are read from a copy of all lines
-            lines, scattered = np.arange(len(spans)) * LINE_NBYTES, Place(spans)
-        target = Place(spans_of(command.writes[0], self._offset_of))
-        verdict = self._staging.take()
-        while verdict is None:
-            yield None
-            verdict = self._staging.take()
-        pair = verdict[:16]
-
-        def work() -> None:
-            accelerator = self._accelerator
-            result = torch.zeros(2, dtype=torch.int64, device=self._slab.device)
-            held = self._slab if scattered is None else scattered.load(self._slab, accelerator.upload)
-            accelerator.chase(held.view(torch.int64), accelerator.upload(lines // 8), result)
-            target.store(self._slab, result[:1], accelerator.upload)
-            pair.copy_(result.view(torch.uint8), non_blocking=True)
-
-        self._enqueue(stream, work)
-        yield self._accelerator.record(stream)
-        last, fault = pair.view(torch.int64).tolist()
-        self._staging.give(verdict)
-        if fault:
-            raise ValueError(f"a line names line {last}, of {len(spans)}")
 
 
 def common_pieces(a: Int64, b: Int64) -> Int64:
@@ -346,6 +226,16 @@ def common_pieces(a: Int64, b: Int64) -> Int64:
     return np.stack([*columns, cuts - low], axis=1)
 
 
+def bytes_from(source: Segment) -> Callable[[int, int, NDArray[np.uint8]], None]:
+    """Fills buffers from host memory: see `Transfers.send`."""
+    return lambda low, high, buffer: copy_bytes(Read(_part(source, low, high), buffer), _bytes_of)
+
+
+def bytes_to(target: Segment) -> Callable[[int, int, NDArray[np.uint8]], None]:
+    """Empties buffers into host memory: see `Transfers.fetch`."""
+    return lambda low, high, buffer: copy_bytes(Write(_part(target, low, high), buffer), _bytes_of)
+
+
 def _cuts(nbytes: int, step: int) -> Iterator[tuple[int, int]]:
     for low in range(0, nbytes, step):
         yield low, min(low + step, nbytes)
@@ -357,40 +247,6 @@ def _part(segment: Segment, low: int, high: int) -> Segment:
 
 def _put(into: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
     into[:] = data
-
-
-def _from_host(source: Segment) -> Callable[[int, int, NDArray[np.uint8]], None]:
-    return lambda low, high, buffer: copy_bytes(Read(_part(source, low, high), buffer), _bytes_of)
-
-
-def _to_host(target: Segment) -> Callable[[int, int, NDArray[np.uint8]], None]:
-    return lambda low, high, buffer: copy_bytes(Write(_part(target, low, high), buffer), _bytes_of)
-
-
-def _without_last(program: Program) -> Program:
-    """A part of a program, whose end the stream orders already."""
-    for step in program:
-        if not isinstance(step, Last):
-            yield step
-
-
-def _operands(command: Launch) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-    return command.reads, command.writes
-
-
-def _nbytes(operand: Operand) -> int:
-    return sum([spans.nbytes for _, spans in operand])
-
-
-def _segments(
-    operands: tuple[Operand, ...], arrays: list[NDArray[np.uint8]]
-) -> Iterator[tuple[Segment, NDArray[np.uint8]]]:
-    """Every segment of the operands, with its bytes of the operand's array."""
-    for operand, array in zip(operands, arrays, strict=True):
-        low = 0
-        for segment in operand:
-            yield segment, array[low : low + segment.spans.nbytes]
-            low += segment.spans.nbytes
 
 
 def _storing(place: Place, slab: Tensor, filled: Tensor, accelerator: Accelerator) -> Callable[[], None]:

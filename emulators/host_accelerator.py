@@ -32,19 +32,25 @@ _NS_PER_WORK = 1_000
 
 
 @dataclass(eq=False)
-class Event:
-    """A place in a stream; `at_ns` is the stand-in's own time when it was reached, −1 before."""
-
-    at_ns: int = -1
-    questions: int = 0
-    done: bool = False
-
-
-@dataclass
 class Stream:
-    """What has been enqueued and not been carried out: work, events to reach, events to wait for."""
+    """What has been enqueued and not been carried out: work, events to reach, events to wait for.
+
+    `events` of them were recorded so far; the first `done` of these have been said to be done.
+    """
 
     line: deque[Callable[[], None] | Event | tuple[Event]] = field(default_factory=deque)
+    events: int = 0
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Event:
+    """A place in a stream, the `number`-th; `at_ns` is the stand-in's own time when it was reached, −1 before."""
+
+    stream: Stream
+    number: int
+    at_ns: int = -1
+    questions: int = 0
 
 
 @dataclass
@@ -96,6 +102,10 @@ class HostAccelerator:
         """The next work that is enqueued fails: there is no memory for it, or the GPU is lost with it."""
         self._failures.append(fault)
 
+    def forgive(self) -> None:
+        """What `fail_next` has asked for and has not happened yet does not happen."""
+        self._failures.clear()
+
     def refuse_registration(self, times: int = 1) -> None:
         """The next attempts to register host memory fail."""
         self._refusals = times
@@ -144,7 +154,8 @@ class HostAccelerator:
 
     def record(self, stream: Stream) -> Event:
         self._alive()
-        event = Event()
+        stream.events += 1
+        event = Event(stream, stream.events)
         stream.line.append(event)
         if self._eager and not self._held:
             self._run_all()
@@ -164,9 +175,9 @@ class HostAccelerator:
                 self._step(self._random.choice(ready))
         if event.at_ns >= 0:
             event.questions += 1
-            enough = event.questions >= self._random.randrange(1, self._questions + 1)
-            event.done = event.done or enough or self._eager
-        return event.done
+            if self._eager or event.questions >= self._random.randrange(1, self._questions + 1):
+                event.stream.done = max(event.stream.done, event.number)
+        return event.number <= event.stream.done
 
     def elapsed_ns(self, first: Event, last: Event) -> int:
         assert min(first.at_ns, last.at_ns) >= 0, "both events are done"

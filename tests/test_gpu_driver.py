@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from tests.gpu_rig import MIB, Rig, bytes_of, copied, host_region
 from tests.test_docs import ROOT, run_blocks
 from tierloop.devices.clocks import VirtualClock, WallClock
-from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
+from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers import gpu_lines
 from tierloop.devices.drivers.gpu import GpuDevice, open_gpu
@@ -354,6 +357,47 @@ def test_a_lost_gpu_ends_everything_as_gone_and_says_where() -> None:
     rig.device.close()
 
 
+@given(st.data())
+def test_commands_that_find_no_room_leave_nothing_behind(data: st.DataObject) -> None:
+    """Whatever fails for lack of memory fails alone: bytes elsewhere stay, and buffers and borrowed room come back."""
+    rig = Rig(HostAccelerator(data.draw(st.integers(0, 1000))), {"capacity": 65536})
+    near, host = [rig.device.alloc(10_000) for _ in range(3)], host_region(10_000, fill=1)
+    model: list[NDArray[np.uint8] | None] = [np.zeros(10_000, dtype=np.uint8) for _ in near]
+    for step in range(data.draw(st.integers(1, 12))):
+        a, b = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2))
+        for _ in range(data.draw(st.integers(0, 2))):
+            rig.accelerator.fail_next("memory")
+        new, into = bytes_of(step, 10_000), np.zeros(10_000, dtype=np.uint8)
+        kind = data.draw(st.sampled_from(["write", "read", "copy in", "copy out", "gather", "gather to the host"]))
+        cases: dict[str, tuple[Command, int, NDArray[np.uint8] | None]] = {
+            "write": (Write(near[a].all(), new), rig.to, new),
+            "read": (Read(near[a].all(), into), rig.back, model[a]),
+            "copy in": (Copy(host.all(), near[a].all()), rig.to, np.ones(10_000, dtype=np.uint8)),
+            "copy out": (Copy(near[a].all(), host_region(10_000, 1).all()), rig.back, model[a]),
+            "gather": (copied(near[b], near[a]), 0, model[b]),
+            "gather to the host": (copied(near[a], host_region(10_000, 2)), 1, model[a]),
+        }
+        command, queue, changes = cases[kind]
+        completion = rig.device.submit(command, queue)
+        rig.settle(completion)
+        try:
+            completion.result()
+        except OutOfMemory:
+            model[a] = None if kind in ("write", "copy in", "gather") else model[a]
+        else:
+            model[a] = changes
+            if kind == "read" and changes is not None:
+                assert np.array_equal(into, changes)
+        rig.accelerator.forgive()
+    for region, want in zip(near, model, strict=True):
+        got = rig.bytes(region.all())
+        assert want is None or np.array_equal(got, want)
+        rig.device.free(region)
+    whole = rig.device.alloc(65536)
+    rig.do(Write(whole.all(), bytes_of(99, 65536)), rig.to)
+    assert np.array_equal(rig.bytes(whole.all()), bytes_of(99, 65536))
+
+
 def test_a_gpu_that_is_lost_with_a_launch_ends_that_as_gone() -> None:
     rig = Rig()
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
@@ -403,6 +447,23 @@ def test_closing_over_work_that_does_not_end_says_so_and_keeps_what_it_may_touch
         rig.device.close()
     assert not rig.accelerator.closed
     assert gpu_lines.LEFT_BEHIND
+
+
+def test_closing_gives_the_memory_back() -> None:
+    class Watched(HostAccelerator):
+        def slab(self, nbytes: int) -> Any:
+            made = super().slab(nbytes)
+            self.seen = weakref.ref(made)
+            return made
+
+    accelerator = Watched()
+    rig = Rig(accelerator)
+    a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
+    rig.device.submit(copied(a, b))
+    rig.device.close()
+    gc.collect()
+    assert accelerator.seen() is None
+    assert accelerator.closed
 
 
 def test_a_gpu_that_is_lost_while_it_is_closed_is_closed() -> None:

@@ -149,9 +149,13 @@ class Launches:
             target.store(self._slab, result[:1], accelerator.upload)
             pair.copy_(result.view(torch.uint8), non_blocking=True)
 
-        self._accelerator.enqueue(stream, work)
-        yield self._accelerator.record(stream)
-        last, fault = pair.view(torch.int64).tolist()
+        try:
+            self._accelerator.enqueue(stream, work)
+            yield self._accelerator.record(stream)
+            last, fault = pair.view(torch.int64).tolist()
+        except Exception:
+            self._staging.give(verdict, self._accelerator.record(stream))
+            raise
         self._staging.give(verdict)
         if fault:
             raise ValueError(f"a line names line {last}, of {len(spans)}")

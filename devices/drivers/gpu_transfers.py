@@ -113,10 +113,12 @@ class Transfers:
                 yield None
                 buffer = self._staging.take()
             part, filled = target.part(low, high), buffer[: high - low]
-            fill(low, high, filled.numpy())
-            self._accelerator.enqueue(stream, _storing(part, self._slab, filled, self._accelerator))
-            event = self._accelerator.record(stream)
-            self._staging.give(buffer, event)
+            try:
+                fill(low, high, filled.numpy())
+                self._accelerator.enqueue(stream, _storing(part, self._slab, filled, self._accelerator))
+            finally:  # whatever has become of it, the buffer is free when the stream is through
+                event = self._accelerator.record(stream)
+                self._staging.give(buffer, event)
         yield Last(event or self._accelerator.record(stream))
 
     def fetch(self, stream: Stream, source: Place, empty: Callable[[int, int, NDArray[np.uint8]], None]) -> Program:
@@ -126,25 +128,31 @@ class Transfers:
         def landed() -> Program:
             event, buffer, low, high = flying[0]
             yield event
-            flying.popleft()
             empty(low, high, buffer[: high - low].numpy())
-            self._staging.give(buffer)
+            self._staging.give(flying.popleft()[1])
 
-        for low, high in _cuts(source.nbytes, self._staging.nbytes):
-            if len(flying) == 2:
-                yield from landed()
-            buffer = self._staging.take()
-            while buffer is None:
-                if flying:
+        try:
+            for low, high in _cuts(source.nbytes, self._staging.nbytes):
+                if len(flying) == 2:
                     yield from landed()
-                else:
-                    yield None
                 buffer = self._staging.take()
-            part, filled = source.part(low, high), buffer[: high - low]
-            self._accelerator.enqueue(stream, _loading(part, self._slab, filled, self._accelerator))
-            flying.append((self._accelerator.record(stream), buffer, low, high))
-        while flying:
-            yield from landed()
+                while buffer is None:
+                    if flying:
+                        yield from landed()
+                    else:
+                        yield None
+                    buffer = self._staging.take()
+                part, filled = source.part(low, high), buffer[: high - low]
+                flying.append((None, buffer, low, high))
+                self._accelerator.enqueue(stream, _loading(part, self._slab, filled, self._accelerator))
+                flying[-1] = (self._accelerator.record(stream), buffer, low, high)
+            while flying:
+                yield from landed()
+        except Exception:
+            event = self._accelerator.record(stream)
+            for _, buffer, _, _ in flying:
+                self._staging.give(buffer, event)
+            raise
 
     def _within(self, stream: Stream, source: Segment, target: Segment) -> Program:
         taken, put = (Place(spans_of((side,), self._offset_of)) for side in (source, target))

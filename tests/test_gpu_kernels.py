@@ -14,7 +14,7 @@ from tests.attention_case import Case, bytes_of, whole
 from tests.gpu_rig import Rig
 from tests.launches import every_kernel
 from tierloop.devices.commands import Launch, Operand, Write
-from tierloop.devices.drivers import gpu_tiles
+from tierloop.devices.drivers.gpu_tiles import Tiles
 from tierloop.devices.errors import OutOfRange
 from tierloop.devices.kernels import contract
 from tierloop.devices.kernels.contract import DTYPES, KERNELS
@@ -162,11 +162,12 @@ def test_ties_are_broken_by_index(lists: list[list[float]], k: int, group: int, 
     assert on_the_gpu(Rig(), launch)[0].tobytes() == defined(launch)[0].tobytes()
 
 
-@pytest.mark.parametrize("scratch", [1, 5_000, 100_000])
-def test_little_scratch_means_more_chunks_and_the_same_states(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = every_kernel("float16")["attend"]
+@pytest.mark.parametrize("kernel", ["attend", "logits", "combine", "score"])
+def test_little_room_means_more_pieces_and_the_same_result(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = every_kernel("float16")[kernel]
     want = on_the_gpu(Rig(), launch)[0]
-    monkeypatch.setattr(gpu_tiles, "SCRATCH_NBYTES", scratch)
+    chunks = Tiles.chunks
+    monkeypatch.setattr(Tiles, "chunks", lambda self, nbytes, room: chunks(self, nbytes, 2 * nbytes))
     alike(on_the_gpu(Rig(), launch)[0], want, 1e-6)
 
 

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 _ALIGNMENT = 256
 """Regions begin on such a grid, so that rows of up to 256 bytes are moved as one unit each."""
 _LEAST_RESERVE = 512 << 20
+_LEAST_ROOM, _MOST_ROOM = 16 << 20, 2 << 30
+"""What kernels plan with: less is many small pieces, and more makes none faster."""
 _SHARED = "gpus"
 """Where the GPUs of a site find each other: {memory: device}."""
 
@@ -117,7 +119,7 @@ class GpuDevice:
         self._scratch = Scratch(accelerator, self._extents)
         held = (accelerator, self._slab, self._offsets, self._staging)
         self._transfers = Transfers(*held, self._registered, self._peer)
-        self._launches = Launches(*held, self._scratch, self._transfers)
+        self._launches = Launches(*held, self._scratch, self._transfers, _room(options, accelerator))
         num = options.queues + 2 + bool(reached.peers)
         self._lines = Lines(
             name, site.clock, accelerator, num, options.deadline_s, options.poll_ns, self._program, self._ended
@@ -285,6 +287,11 @@ class GpuDevice:
             near = [side.region.memory == self._name for side in (command.source, command.target)]
             return "copy within" if all(near) else "copy out" if near[0] else "copy in"
         return verb(command)
+
+
+def _room(options: Options, accelerator: Accelerator) -> int:
+    """What one kernel may need besides its operands: a share of what the slab has left, as all streams may be busy."""
+    return min(max(accelerator.memory()[0] // (4 * options.queues), _LEAST_ROOM), _MOST_ROOM)
 
 
 def _slab(name: str, options: Options, accelerator: Accelerator) -> Tensor:

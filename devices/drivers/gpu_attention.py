@@ -38,7 +38,7 @@ Work = Callable[[Tensor, Upload], None]
 """Carries a launch out on the current stream, given the slab."""
 
 
-def attend(args: Attend, reads: list[Int64], writes: list[Int64]) -> Work:
+def attend(args: Attend, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """queries × keys × values → states."""
     key_nbytes, row_nbytes = args.head_dim * ITEMSIZE[args.dtype], value_nbytes(args.dtype, args.head_dim_v)
     rows = Rows(args.runs, reads[1], key_nbytes, args.num_sequences, args.num_kv_heads, (reads[2], row_nbytes))
@@ -51,7 +51,7 @@ def attend(args: Attend, reads: list[Int64], writes: list[Int64]) -> Work:
         q, places = _queries(args, queries.load(slab, upload)), returned.tiles.places(upload)
         key_offsets, value_offsets, positions = upload(keys.offsets), upload(values.offsets), upload(q_positions)
         states = []
-        for low, high in returned.tiles.chunks(per_tile):
+        for low, high in returned.tiles.chunks(per_tile, room):
             chunk = places.of(low, high)
             k = as_float32(keys.load(slab, key_offsets, chunk.run, chunk.within), args.dtype)
             s = _masked(args, _products(q, k, chunk), chunk, positions)
@@ -62,7 +62,7 @@ def attend(args: Attend, reads: list[Int64], writes: list[Int64]) -> Work:
     return work
 
 
-def logits(args: Logits, reads: list[Int64], writes: list[Int64]) -> Work:
+def logits(args: Logits, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """queries × keys → logits, rows in the order of the runs."""
     key_nbytes = args.head_dim * ITEMSIZE[args.dtype]
     rows = Rows(args.runs, reads[1], key_nbytes, args.num_sequences, args.num_kv_heads)
@@ -76,7 +76,7 @@ def logits(args: Logits, reads: list[Int64], writes: list[Int64]) -> Work:
         q, places = _queries(args, queries.load(slab, upload)), tiles.places(upload)
         key_offsets, positions = upload(keys.offsets), upload(q_positions)
         found = []
-        for low, high in tiles.chunks(per_tile):
+        for low, high in tiles.chunks(per_tile, room):
             chunk = places.of(low, high)
             k = as_float32(keys.load(slab, key_offsets, chunk.run, chunk.within), args.dtype)
             found.append(_masked(args, _products(q, k, chunk), chunk, positions).transpose(1, 2))
@@ -85,7 +85,7 @@ def logits(args: Logits, reads: list[Int64], writes: list[Int64]) -> Work:
     return work
 
 
-def combine(args: Combine, reads: list[Int64], writes: list[Int64]) -> Work:
+def combine(args: Combine, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """logits × values → states."""
     row_nbytes = value_nbytes(args.dtype, args.head_dim_v)
     rows = Rows(args.runs, reads[1], row_nbytes, MOST, MOST)
@@ -97,7 +97,7 @@ def combine(args: Combine, reads: list[Int64], writes: list[Int64]) -> Work:
         every = given.load(slab, upload).view(torch.float32).view(-1, args.q_len * args.group)
         places, value_offsets = returned.tiles.places(upload), upload(values.offsets)
         states = []
-        for low, high in returned.tiles.chunks(per_tile):
+        for low, high in returned.tiles.chunks(per_tile, room):
             chunk = places.of(low, high)
             s = torch.where(chunk.inside[..., None], every[chunk.row], -torch.inf).transpose(1, 2)
             v = value_rows(values.load(slab, value_offsets, chunk.run, chunk.within), args.dtype, args.head_dim_v)
@@ -107,7 +107,7 @@ def combine(args: Combine, reads: list[Int64], writes: list[Int64]) -> Work:
     return work
 
 
-def merge(args: Merge, reads: list[Int64], writes: list[Int64]) -> Work:
+def merge(args: Merge, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """states → output."""
     order, heads, counts = _merging_order(args)
     given, target = Place(reads[0]), Place(writes[0])
@@ -135,7 +135,7 @@ def merge(args: Merge, reads: list[Int64], writes: list[Int64]) -> Work:
     return work
 
 
-def score(args: Score, reads: list[Int64], writes: list[Int64]) -> Work:
+def score(args: Score, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """queries × summaries → scores. Quest's bound is one product: of the halves of q with minimum and maximum."""
     wrong = wrong_score(args)
     if wrong is not None:
@@ -154,7 +154,7 @@ def score(args: Score, reads: list[Int64], writes: list[Int64]) -> Work:
         if args.summary == "minmax":
             q = torch.cat([q.clamp(max=0), q.clamp(min=0)], dim=-1)
         offsets, found = upload(summaries.offsets), []
-        for low, high in tiles.chunks(tiles.size * 4 * (2 * wide + 2 * args.group)):
+        for low, high in tiles.chunks(tiles.size * 4 * (2 * wide + 2 * args.group), room):
             chunk = places.of(low, high)
             x = as_float32(summaries.load(slab, offsets, chunk.run, chunk.within), args.dtype)
             found.append(_products(q, x, chunk).transpose(1, 2))

@@ -36,7 +36,7 @@ def value_rows(rows: Tensor, dtype: str, dim: int) -> Tensor:
     return as_float32(rows[..., :dim].contiguous(), dtype) * scale
 
 
-def append(args: Append, reads: list[Int64], writes: list[Int64]) -> Callable[[Tensor, Upload], None]:
+def append(args: Append, reads: list[Int64], writes: list[Int64], room: int) -> Callable[[Tensor, Upload], None]:
     """float32 → dtype, to nearest even."""
     source, target = Place(reads[0]), Place(writes[0])
 
@@ -46,7 +46,7 @@ def append(args: Append, reads: list[Int64], writes: list[Int64]) -> Callable[[T
     return work
 
 
-def quantize(args: Quantize, reads: list[Int64], writes: list[Int64]) -> Callable[[Tensor, Upload], None]:
+def quantize(args: Quantize, reads: list[Int64], writes: list[Int64], room: int) -> Callable[[Tensor, Upload], None]:
     """float32 rows → codes, each row followed by its own scale, or with given ones for each channel."""
     _whole_rows(reads[0], 4 * args.dim)
     source, target = Place(reads[0]), Place(writes[0])
@@ -66,7 +66,9 @@ def quantize(args: Quantize, reads: list[Int64], writes: list[Int64]) -> Callabl
     return work
 
 
-def dequantize(args: Dequantize, reads: list[Int64], writes: list[Int64]) -> Callable[[Tensor, Upload], None]:
+def dequantize(
+    args: Dequantize, reads: list[Int64], writes: list[Int64], room: int
+) -> Callable[[Tensor, Upload], None]:
     """Codes → float32 rows."""
     row_nbytes = value_nbytes(args.dtype, args.dim) if args.axis == "row" else args.dim
     _whole_rows(reads[0], row_nbytes)

@@ -27,10 +27,11 @@ _PREPARED: dict[type, Callable[..., Callable[[Tensor, Upload], None]]] = {
 }
 
 
-def prepared(launch: Launch, reads: list[Int64], writes: list[Int64]) -> Callable[[Tensor, Upload], None]:
+def prepared(launch: Launch, reads: list[Int64], writes: list[Int64], room: int) -> Callable[[Tensor, Upload], None]:
     """The work of a launch, given the slab; `reads` and `writes` are the spans of its operands there.
 
+    `room` is what it may need besides, in bytes, roughly: more means fewer and larger pieces of work.
     Raises ValueError, naming run or root, for what does not fit.
     """
     args: Any = launch.args
-    return _PREPARED[type(args)](args, reads, writes)
+    return _PREPARED[type(args)](args, reads, writes, room)

@@ -25,7 +25,7 @@ from tierloop.devices.regions import Region, Segment
 
 
 class Launches:
-    """Makes the programs of one GPU that compute."""
+    """Makes the programs of one GPU that compute. `room` is what one kernel may need besides its operands, in bytes."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Launches:
         staging: Staging,
         scratch: Scratch,
         transfers: Transfers,
+        room: int,
     ) -> None:
         self._accelerator = accelerator
         self._slab = slab
@@ -42,6 +43,7 @@ class Launches:
         self._staging = staging
         self._scratch = scratch
         self._transfers = transfers
+        self._room = room
 
     def launch(self, stream: Stream, command: Launch) -> Program:
         """A kernel."""
@@ -63,7 +65,7 @@ class Launches:
         return all(region in self._offset_of for region, _ in operand)
 
     def _run(self, stream: Stream, command: Launch, reads: list[Int64], writes: list[Int64]) -> None:
-        work = prepared(command, reads, writes)
+        work = prepared(command, reads, writes, self._room)
         self._accelerator.enqueue(stream, lambda: work(self._slab, self._accelerator.upload))
 
     def _with_copies(self, stream: Stream, command: Launch) -> Program:

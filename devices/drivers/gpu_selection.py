@@ -21,7 +21,7 @@ _NO_ENTRY = -(1 << 63)
 _LOWEST = 0xFFFFFFFF
 
 
-def gather(args: Gather, reads: list[Int64], writes: list[Int64]) -> Work:
+def gather(args: Gather, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """Scattered rows → one dense run."""
     source, target = Place(reads[0]), Place(writes[0])
 
@@ -31,7 +31,7 @@ def gather(args: Gather, reads: list[Int64], writes: list[Int64]) -> Work:
     return work
 
 
-def topk(args: Topk, reads: list[Int64], writes: list[Int64]) -> Work:
+def topk(args: Topk, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """The k best of each list. A key is the order of a score above that of its index, so that there are no ties."""
     lengths = np.ascontiguousarray(args.lengths, dtype=np.int64)
     if lengths.ndim != 1 or (lengths < 0).any() or (lengths >= _LOWEST).any():
@@ -72,7 +72,7 @@ def _ordered(scores: Tensor) -> Tensor:
     return torch.where(torch.isnan(scores), -0x7FFFFFFF, order)
 
 
-def cluster(args: Cluster, reads: list[Int64], writes: list[Int64]) -> Work:
+def cluster(args: Cluster, reads: list[Int64], writes: list[Int64], room: int) -> Work:
     """Spherical k-means within segments."""
     nbytes = args.head_dim * ITEMSIZE[args.dtype]
     rows = Rows(args.runs, reads[0], nbytes, args.num_sequences, args.num_kv_heads)

@@ -2,7 +2,7 @@
 
 A *group* is a range of rows of one sequence and KV head that belong together: the rows of a root, or a list. It is cut
 into tiles of at most `size` rows; a tile that is not full is padded with its last row, which then counts for nobody.
-Tiles are worked on some thousands at a time (`chunks`), as far as a bound on scratch memory allows. What is uploaded
+Tiles are worked on some thousands at a time (`chunks`), as far as there is room for what they need. What is uploaded
 are tables of runs and of tiles; the row of every place of a tile is found on the device.
 """
 
@@ -21,8 +21,6 @@ from tierloop.devices.kernels.plan import Rows
 Int64 = NDArray[np.int64]
 LARGEST_TILE = 128
 """Rows: three counts of so many fit a float32 exactly (gpu_states.py), and sums over a tile stay short."""
-SCRATCH_NBYTES = 256 << 20
-"""What one chunk of tiles may need besides its operands, roughly."""
 
 
 class Tiles:
@@ -44,9 +42,9 @@ class Tiles:
     def __len__(self) -> int:
         return int(self.table.shape[1])
 
-    def chunks(self, nbytes_per_tile: int) -> Iterator[tuple[int, int]]:
-        """Ranges of tiles that may be worked on at once."""
-        step = max(1, SCRATCH_NBYTES // max(1, nbytes_per_tile))
+    def chunks(self, nbytes_per_tile: int, room: int) -> Iterator[tuple[int, int]]:
+        """Ranges of tiles that may be worked on at once, where each needs so many of `room` bytes."""
+        step = max(1, room // max(1, nbytes_per_tile))
         for low in range(0, len(self), step):
             yield low, min(len(self), low + step)
 

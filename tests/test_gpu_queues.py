@@ -88,7 +88,7 @@ def test_whatever_is_handed_over_everything_is_begun_once_in_order_and_ends(data
     site = Site()
     device = Ordered(site)
     made: list[Completion] = []
-    for _ in range(data.draw(st.integers(1, 20))):
+    for _ in range(data.draw(st.integers(1, 12))):
         hands_over: bool = data.draw(st.booleans())
         device.hands_over = hands_over
         ends_one: bool = data.draw(st.booleans())

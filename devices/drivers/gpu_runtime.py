@@ -35,6 +35,9 @@ LARGEST_REGISTRATION = 1 << 32
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every context, not for one."""
 
+_CHASES: dict[tuple[Any, str], tuple[Any, str]] = {}
+"""By torch and GPU: the kernel `chase`, or None and why there is none. It is compiled once in a process."""
+
 _CHASE = """
 extern "C" __global__ void chase(const long long* words, const long long* lines, int n, long long* result) {
     long long line = 0;
@@ -133,7 +136,9 @@ class CudaAccelerator:
         self.device = torch.device(name)
         with self._cuda.device(self.device):
             self._cuda.init()
-        self._chase, self._why_no_chase = self._compiled()
+        if (torch, name) not in _CHASES:
+            _CHASES[torch, name] = self._compiled()
+        self._chase, self._why_no_chase = _CHASES[torch, name]
         self.chases = self._chase is not None
 
     def facts(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from tierloop.devices.drivers.gpu_probe import Slot, driver_version, gpu_slots, 
 from tierloop.devices.errors import DeviceError, NoPermission, NotPresent, Unsupported
 from tierloop.devices.site import Site
 from tierloop.emulators.kernel import Absent, ModelKernel, Tree, failure
-from tierloop.tools import inventory
+from tierloop.tools.inventory_hardware import gpus_seen
 
 TREE = """\
 /sys/bus/pci/devices/0000:00:02.0/vendor = 0x8086
@@ -110,6 +110,6 @@ def test_on_this_machine_the_driver_opens_a_gpu_or_says_why_not() -> None:
 
 
 def test_doctor_lists_gpus_or_the_reason() -> None:
-    found = inventory._gpus()
+    found = gpus_seen()
     assert found
     assert all(one.kind == "gpu" and one.reasons for one in found)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Command, Launch, Traffic, verb
 from tierloop.devices.completion import Completion
+from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.failures import as_device_error
 from tierloop.devices.drivers.gpu_runtime import Accelerator, Event, Stream, fault_of
 from tierloop.devices.errors import DeviceError, Gone, OutOfMemory, Timeout
@@ -226,6 +227,8 @@ class Lines:
     def _end(self, running: Running) -> None:
         completion = running.completion
         self._event_of.pop(completion, None)
+        if running.error is None:  # what host memory had lost was copied as zeros
+            running.error = guard.loss(self._name, completion.command)
         if running.error is None:
             if isinstance(completion.command, Launch):
                 sizes = [sum([s.spans.nbytes for s in operand]) for operand in completion.command.reads]

@@ -15,6 +15,7 @@ from typing import Any
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.errors import ConfigurationError, OutOfMemory
 from tierloop.devices.kernels import warm_up
+from tierloop.devices.placement import Placements
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import entry
 from tierloop.runtime.blocks import KVShape
@@ -57,6 +58,15 @@ class PolicyRequest:
 def kv_shape(model: Model, dtype: str = "float32", block_tokens: int = 64, split_tokens: int = 64) -> KVShape:
     """The cache's shape for a model. Raises ValueError for an unknown dtype."""
     return cache_shape(model.shape, dtype, block_tokens, split_tokens)  # type: ignore[arg-type]  # it checks dtype
+
+
+def _elsewhere(placements: Placements) -> list[str]:
+    """Memories whose pages did not lie where they were wanted when they were looked at last."""
+    return [
+        f"{memory}: {row['pages_elsewhere']} pages lie on other nodes than {row['wanted_nodes']}"
+        for memory, row in placements.report()["memories"].items()
+        if row["pages_elsewhere"]
+    ]
 
 
 def _nothing_done(steps: Sequence[int], tokens: Sequence[int]) -> list[str]:
@@ -206,6 +216,8 @@ class _Run:
             )
         devices, links = self._ledger.snapshot()
         elapsed_ns = self._ledger.elapsed_ns
+        placements = Placements.of(self._platform.site)
+        placements.again()
         loop.run(self._policy.release(request))
         self._engine.close()
         tokens = tuple(request.tokens[request.prompt_tokens :])
@@ -237,14 +249,18 @@ class _Run:
             stages={stage: -(-ns // sigma) for stage, ns in sorted(self._engine.stages.ns.items())},
             elapsed_ns=elapsed_ns,
             placement=placement,
+            nodes=placements.report(),
             guesses=tuple(self._platform.guesses),
-            notes=(*self._platform.notes, *self._emulation_error(), *_nothing_done(steps, tokens)),
+            notes=(*self._platform.notes, *self._notes(steps, tokens, placements)),
             lateness={
                 f"{device} queue {queue}": tuple(counts) for (device, queue), counts in sorted(site.lateness.items())
             },
             interference=site.interference,
             invalid=tuple(self._platform.site.invalid),
         )
+
+    def _notes(self, steps: list[int], tokens: tuple[int, ...], placements: Placements) -> list[str]:
+        return [*self._emulation_error(), *_nothing_done(steps, tokens), *_elsewhere(placements)]
 
     def _emulation_error(self) -> list[str]:
         """How well the wall clock's emulation was kept, for whoever reads the numbers."""

@@ -80,6 +80,8 @@ class PolicyResult:
     """What the policy itself reports (`Policy.report`)."""
     placement: dict[str, int] = field(default_factory=dict)
     """Bytes of the KV cache on each memory at the end of prefill."""
+    nodes: dict[str, Any] = field(default_factory=dict)
+    """On which NUMA nodes the pages of memories were wanted, and found at the end of decode (`Placements.report`)."""
     guesses: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     invalid: tuple[str, ...] = ()

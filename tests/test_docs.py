@@ -120,6 +120,11 @@ def test_the_example_of_persistence_runs(installed: Callable[[Path], None], caps
     assert "intact=True" in second
 
 
+def test_the_example_of_real_hardware_runs() -> None:
+    names = run_blocks(ROOT / "docs" / "real_hardware.md")
+    assert names["drive"].info.model
+
+
 def test_the_example_of_serving_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_blocks(ROOT / "docs" / "serving.md")
     assert not names["served"].failures

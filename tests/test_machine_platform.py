@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.cxl_rig import tree
-from tests.numa_rig import machine
+from tests.numa_rig import a_node_of_this_machine, machine
 from tierloop.devices.errors import NotPresent
 from tierloop.devices.platform_file import read_platform
 from tierloop.devices.registry import find_platform, open_platform
@@ -59,6 +60,24 @@ def test_what_would_be_overwritten_is_a_comment(tmp_path: Path) -> None:
 def test_a_machine_without_a_node_that_may_be_used_is_refused() -> None:
     with pytest.raises(NotPresent, match="no NUMA node"):
         platform_text(ModelKernel(), [])
+
+
+def test_a_run_says_on_which_nodes_its_pages_lay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
+) -> None:
+    node = a_node_of_this_machine()
+    path = tmp_path / "here.toml"
+    path.write_text(
+        f'description = "one node"\nclock = "wall"\nhost = "dram"\n[devices.dram]\ndriver = "cpu"\nnode = {node}\n'
+        f"capacity = {1 << 26}\n"
+    )
+    options = ["--prompt-tokens", "300", "--tokens", "3", "--model", str(tiny_folder), "--json"]
+    assert cli.main(["run", "--policy", "cpu-attention", "--platform", str(path), *options]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["policies"]
+    found = result["nodes"]["memories"]["dram"]
+    assert found["wanted_nodes"] == [node]
+    assert found["pages_per_node"].keys() == {str(node)}
+    assert (found["pages_elsewhere"], result["nodes"]["moved"]) == (0, [])
 
 
 def test_the_file_of_this_machine_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ class FaultyHost(Protocol):
     grain_nbytes: int
 
     def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
-        """From now on these bytes cannot be read: poison, a worn-out cell. What is written over them stays unread."""
+        """From now on these bytes cannot be read: poison, a worn-out cell; whether writing mends them is open."""
 
     def hang(self) -> None:
         """The next command that reaches the hardware does not come back."""

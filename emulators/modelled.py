@@ -126,16 +126,16 @@ class NvmeBackDoor:
 
 
 class PnmBackDoor:
-    """Of the card: it can keep answers back, and leave the bus."""
+    """Of the card: bytes of its memory that are lost, answers that it keeps back, and the slot."""
 
-    abilities: frozenset[Ability] = frozenset({"hang", "unplug"})
+    abilities: frozenset[Ability] = frozenset({"unreadable", "hang", "unplug"})
     grain_nbytes = 1
 
     def __init__(self, card: PnmCard) -> None:
         self._card = card
 
     def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
-        raise NotImplementedError("its protocol has no answer for bytes that are lost")
+        self._card.poison(region.id, offset, nbytes)
 
     def hang(self) -> None:
         self._card.hold()

@@ -2,7 +2,7 @@
 
 `PnmCard.bus()` is the face that a driver sees: a window of bytes and a doorbell, nothing else. The card works when the
 host looks at its completion ring, at no other time; so what a driver submits is not done before it polls. The card
-itself is the back door: `peek` and `poke` what the engines see, `reset`, `hold` and `release` answers, `stall` and
+itself is the back door: `peek` and `poke` what the engines see, `poison` it, `reset`, `hold` and `release` answers, `stall` and
 `shuffle` the engines, let an answer `fail`, `lose` the card, `stale_nbytes`.
 
 The parts: pnm_processor.py (sessions and commands), pnm_dispatcher.py (jobs over engines), pnm_aggregator.py (roots out
@@ -119,6 +119,10 @@ class PnmCard:
         view = self.memory.region(region).view
         assert view is not None, "regions of the model show their bytes"
         view[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+    def poison(self, region: int, offset: int, nbytes: int) -> None:
+        """Bytes that can no longer be read, until they are written: the answer to whoever names them is MEDIA."""
+        self.memory.lose(region, offset, nbytes)
 
     def reset(self) -> None:
         """Lose power for a moment: the session and its regions are gone."""

@@ -38,6 +38,8 @@ class CardMemory:
         self._grid = grid
         self._newer = np.zeros(lines.nbytes, dtype=np.bool_)
         self._any_newer = False
+        self._lost = np.zeros(lines.nbytes, dtype=np.bool_)
+        self._any_lost = False
         self._regions: dict[int, tuple[Place, Region]] = {}
 
     # -- regions -------------------------------------------------------------------------------------------------
@@ -67,6 +69,7 @@ class CardMemory:
                 raise Refused(Status.NO_ROOM, f"region {place.region} would lie over region {other.region}")
         self.seen[place.offset : end] = 0
         self._newer[place.offset : end] = False
+        self._lost[place.offset : end] = False
         view = self.seen[place.offset : end]
         self._regions[place.region] = place, Region("pnm", "pnm", place.region, place.nbytes, view=view)
 
@@ -92,6 +95,29 @@ class CardMemory:
 
     # -- both sides ----------------------------------------------------------------------------------------------
 
+    def lose(self, number: int, offset: int, nbytes: int) -> None:
+        """Bytes of a region cannot be read from now on, by engines or by the host, until they are written."""
+        place = self._regions[number][0]
+        self._lost[place.offset + offset : place.offset + offset + nbytes] = True
+        self._any_lost = True
+
+    def mend(self, segment: Segment) -> None:
+        """The bytes of a segment are written: they can be read again."""
+        if self._any_lost:
+            for offset, nbytes in self._absolute(segment).array.tolist():
+                self._lost[offset : offset + nbytes] = False
+            self._any_lost = bool(self._lost.any())
+
+    def readable(self, segment: Segment) -> None:
+        """Raises Refused where a byte of the segment is lost."""
+        if not self._any_lost:
+            return
+        for offset, nbytes in self._absolute(segment).array.tolist():
+            lost = self._lost[offset : offset + nbytes]
+            if lost.any():
+                where = offset + int(lost.argmax())
+                raise Refused(Status.MEDIA, f"byte {where} of the memory cannot be read ({segment.region})")
+
     def written(self, offset: int, nbytes: int) -> None:
         """The host has written to its lines."""
         self._newer[offset : offset + nbytes] = True
@@ -111,11 +137,13 @@ class CardMemory:
             )
         copy_bytes(Write(Segment(seen, spans), data), _view)
         self._forget_newer(spans)
+        self.mend(segment)
         return found
 
     def show(self, segment: Segment) -> int:
         """Let the host see what the engines see; returns the checksum of it. Raises Refused."""
         spans = self._absolute(segment)
+        self.readable(segment)
         data = np.empty(spans.nbytes, dtype=np.uint8)
         lines, seen = _whole(self.lines), _whole(self.seen)
         copy_bytes(Read(Segment(seen, spans), data), _view)

@@ -225,6 +225,10 @@ class Processor:
     def _op(self, current: _Current, entry: Entry, arguments: bytes) -> None:
         launch = unpack_launch(arguments, self.memory.region)
         self._check(launch)
+        for segment in [segment for operand in launch.reads for segment in operand]:
+            self.memory.readable(segment)
+        for segment in [segment for operand in launch.writes for segment in operand]:
+            self.memory.mend(segment)
         self.memory.count_stale(launch)
         written = sum([segment.spans.nbytes for operand in launch.writes for segment in operand])
 

@@ -19,7 +19,7 @@ from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, HELLO_BELL, Answer, Opcode, WireError, checksum, slot_of
-from tierloop.devices.errors import Cancelled, DeviceError, Gone, ProtocolError
+from tierloop.devices.errors import Cancelled, DeviceError, Gone, MediaError, ProtocolError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
 from tierloop.devices.spans import Spans
@@ -154,6 +154,22 @@ def test_a_device_that_does_not_answer_a_hello_is_not_opened() -> None:
         rig.open()
     rig.open()
     rig.close()
+
+
+def test_lost_bytes_are_a_media_error_for_whoever_reads_them_until_they_are_written(rig: Rig) -> None:
+    one, other = rig.region(DATA), rig.region(DATA)
+    rig.card.poison(one.id, 100, 8)
+    reading = rig.submit(Read(one.at(96, 8), np.zeros(8, dtype=np.uint8)))
+    launch = rig.submit(Launch(Gather(), ((one.at(0, 128),),), ((other.at(0, 128),),)))
+    for error in rig.error_of(reading, launch):
+        assert isinstance(error, MediaError)
+        assert "cannot be read" in str(error)
+    assert rig.read(other).tolist() == list(DATA), "a launch that read lost bytes has written something"
+    into = np.zeros(100, dtype=np.uint8)
+    rig.run(Read(one.at(0, 100), into))
+    assert into.tolist() == list(DATA[:100])
+    rig.run(Write(one.at(100, 8), DATA[:8]))
+    assert rig.read(one).tolist() == [*DATA[:100], *DATA[:8], *DATA[108:]]
 
 
 def test_a_hello_that_is_found_by_an_old_doorbell_begins_one_session() -> None:

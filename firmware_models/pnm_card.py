@@ -2,8 +2,8 @@
 
 `PnmCard.bus()` is the face that a driver sees: a window of bytes and a doorbell, nothing else. The card works when the
 host looks at its completion ring, at no other time; so what a driver submits is not done before it polls. The card
-itself is the back door: `peek` and `poke` what the engines see, `poison` it, `reset`, `hold` and `release` answers, `stall` and
-`shuffle` the engines, let an answer `fail`, `lose` the card, `stale_nbytes`.
+itself is the back door: `peek` and `poke` what the engines see, `poison` it, `reset`, `hold` and `release` answers,
+`stall` and `shuffle` the engines, let an answer `fail`, `lose` the card, `stale_nbytes`.
 
 The parts: pnm_processor.py (sessions and commands), pnm_dispatcher.py (jobs over engines), pnm_aggregator.py (roots out
 of states), pnm_memory.py (who sees which bytes). There is no clock and no thread; pnm.py is the model of its speed.

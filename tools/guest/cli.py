@@ -1,0 +1,173 @@
+"""`tierloop guest`: set the rig up, run something in a guest, remove the rig.
+
+`run` and `shell` end with the exit status of what ran in the guest; 125 where there is none, with the reason and the
+console's last lines on stderr. All else ends as other commands do: 0 good, 1 a check failed, 2 the input was wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierloop.devices.errors import ConfigurationError
+from tierloop.tools import options
+from tierloop.tools.console import results, say
+from tierloop.tools.output import OutputError, prepare_folder
+
+guest = typer.Typer(
+    no_args_is_help=True, help="A real kernel with emulated NUMA, NVMe, CXL and RDMA, for real drivers."
+)
+
+MachineName = Annotated[
+    str, typer.Option("--machine", help="A shipped machine or a .toml file that describes one (see docs/guest.md).")
+]
+Accelerator = Annotated[
+    str, typer.Option("--accel", help="tcg, which works everywhere, or kvm.", metavar="ACCELERATOR")
+]
+QemuWords = Annotated[
+    list[str] | None,
+    typer.Option("--qemu-arg", help="One more word for QEMU's command line; repeat it. PCI devices need bus=pcie.0."),
+]
+KernelWords = Annotated[
+    list[str] | None, typer.Option("--kernel-arg", help="One more word for the kernel's command line; repeat it.")
+]
+Qemu = Annotated[str, typer.Option("--qemu", help="Another QEMU program, with a device model of yours in it.")]
+LimitS = Annotated[float, typer.Option("--limit-s", min=1, help="End the guest after so many seconds.")]
+ResultsFolder = Annotated[
+    Path | None, typer.Option("--results", help="A folder that the guest may write to, under the same path.")
+]
+
+
+@guest.command("setup")
+def setup(
+    again: Annotated[bool, typer.Option("--again", help="Make it anew, with the newest packages.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Fetch and unpack what guests are made of, into a folder of this checkout; nothing is installed."""
+    from tierloop.tools.guest.places import places
+    from tierloop.tools.guest.setting_up import set_up
+
+    with results(as_json) as shown:
+        rig = places()
+        layers = set_up(rig, say, again)
+        shown.json(
+            {
+                "folder": str(rig.root),
+                "suite": layers.suite,
+                "kernel": layers.kernel,
+                "qemu": layers.qemu,
+                "setup_s": layers.setup_s,
+                "packages": dict(layers.packages),
+            }
+        )
+        shown.show(f"guest rig in {rig.root}: kernel {layers.kernel}, QEMU {layers.qemu}, made in {layers.setup_s:g} s")
+
+
+@guest.command("run", context_settings={"ignore_unknown_options": True})
+def run(
+    command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.")],
+    machine: MachineName = "three-nodes",
+    limit_s: LimitS = 600,
+    results_folder: ResultsFolder = None,
+    accelerator: Accelerator = "tcg",
+    kernel_words: KernelWords = None,
+    qemu_words: QemuWords = None,
+    qemu: Qemu = "",
+) -> None:
+    """Boot a guest, run a command in this folder there, and end with its exit status."""
+    from tierloop.tools.guest import running
+    from tierloop.tools.guest.arguments import Choices
+    from tierloop.tools.guest.machine import load
+    from tierloop.tools.guest.places import places
+
+    choices = Choices(
+        accelerator=accelerator,
+        kernel_words=tuple(kernel_words or ()),
+        qemu_words=tuple(qemu_words or ()),
+        qemu=qemu,
+    )
+    outcome = running.run(
+        places(),
+        load(machine),
+        command,
+        limit_s=limit_s,
+        choices=choices,
+        folder=Path.cwd(),
+        results=_writable(results_folder),
+    )
+    _tell(outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+@guest.command("shell")
+def shell(
+    machine: MachineName = "three-nodes",
+    accelerator: Accelerator = "tcg",
+    results_folder: ResultsFolder = None,
+    kernel_words: KernelWords = None,
+    qemu_words: QemuWords = None,
+    qemu: Qemu = "",
+) -> None:
+    """Boot a guest and give its shell to this terminal; leaving the shell switches the guest off."""
+    import sys
+
+    from tierloop.tools.guest import running
+    from tierloop.tools.guest.arguments import Choices
+    from tierloop.tools.guest.machine import load
+    from tierloop.tools.guest.places import places
+
+    if not sys.stdin.isatty():
+        raise ConfigurationError("guest shell needs a terminal; `tierloop guest run -- COMMAND` needs none")
+    choices = Choices(
+        accelerator=accelerator,
+        interactive=True,
+        kernel_words=tuple(kernel_words or ()),
+        qemu_words=tuple(qemu_words or ()),
+        qemu=qemu,
+    )
+    outcome = running.run(
+        places(),
+        load(machine),
+        ["/bin/bash", "-i"],
+        limit_s=float("inf"),
+        choices=choices,
+        folder=Path.cwd(),
+        results=_writable(results_folder),
+    )
+    _tell(outcome)
+    raise typer.Exit(outcome.exit_code)
+
+
+@guest.command("clean")
+def clean(as_json: options.AsJson = False) -> None:
+    """Remove the rig and all that was fetched for it."""
+    from tierloop.tools.guest import setting_up
+    from tierloop.tools.guest.places import places
+
+    with results(as_json) as shown:
+        rig = places()
+        nbytes = setting_up.clean(rig)
+        shown.json({"folder": str(rig.root), "nbytes": nbytes})
+        shown.show(f"removed {rig.root}: {nbytes >> 20} MiB")
+
+
+def _tell(outcome: object) -> None:
+    """Why there is no exit status, on stderr."""
+    from tierloop.tools.guest.running import Outcome
+
+    assert isinstance(outcome, Outcome)
+    if outcome.status is None:
+        for line in outcome.last_lines:
+            say(f"  | {line}")
+        say(f"guest: {outcome.reason} (the console's last lines stand above)")
+
+
+def _writable(folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    place = prepare_folder(folder).resolve()
+    if place == Path("/"):
+        raise OutputError(f"{folder}: the whole file system cannot be the results folder")
+    return place

@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.numa_tiering import tiering
+from tierloop.devices.drivers.numa_topology import NumaTopology, numa_topology, shown
 from tierloop.devices.drivers.nvme_probe import probe
 from tierloop.devices.errors import ConfigurationError, DeviceError
 from tierloop.devices.registry import Discovered, entry, list_devices
 from tierloop.devices.site import Site
+from tierloop.devices.system import HOST, System
 from tierloop.emulators.profile import FOLDER, profile_names, read_profile
 
 PROBE_NBYTES = 1 << 20
@@ -64,7 +68,9 @@ def profiles() -> list[KnownProfile]:
     return known
 
 
-def inventory(paths: Iterable[Path] = (), block_devices: Path = Path("/sys/block")) -> list[Found]:
+def inventory(
+    paths: Iterable[Path] = (), block_devices: Path = Path("/sys/block"), system: System = HOST
+) -> list[Found]:
     """Every device that a platform file could name here, real ones first; `paths` are drives to probe."""
     found: list[Found] = []
     for driver in list_devices():
@@ -79,7 +85,46 @@ def inventory(paths: Iterable[Path] = (), block_devices: Path = Path("/sys/block
             ]
         else:
             found.append(_opened(driver))
+            if driver.name == "cpu":
+                found += cpus_on_nodes(system)
     return sorted(found, key=lambda device: device.provenance == "emulated")
+
+
+def cpus_on_nodes(system: System) -> list[Found]:
+    """The cpu device on each node with memory: whether it opens there, and what a report about it should not hide."""
+    topology = numa_topology(system)
+    behind = [f"the kernel may move its pages: {one}" for one in tiering(system)]
+    found = []
+    for number, node in sorted(topology.nodes.items()):
+        name = f"cpu with node = {number}"
+        if not node.has_memory:
+            found.append(Found(name, "cpu", "real", False, ("the node has no memory",), "cpu"))
+            continue
+        try:
+            open_cpu(name, Site(clock=WallClock()), {"node": number}, system).close()
+        except (ConfigurationError, DeviceError) as error:
+            found.append(Found(name, "cpu", "real", False, (str(error),), "cpu"))
+            continue
+        found.append(Found(name, "cpu", "real", True, (*_of_node(topology, number), *behind), "cpu"))
+    return found
+
+
+def _of_node(topology: NumaTopology, number: int) -> list[str]:
+    node = topology.nodes[number]
+    remarks = []
+    cores = topology.cpus_near([number])
+    if not node.has_cpu:
+        remarks.append(f"it has no cores; those of the nearest node do the work ({shown(cores)})")
+    elif cores != node.cpus:
+        remarks.append(f"this process may use cores {shown(cores)} of {shown(node.cpus)}")
+    if node.movable_nbytes:
+        remarks.append("its memory is movable: pages that are pinned for DMA leave it")
+    path = topology.path(cores, "cpu", number)
+    if path.latency_ns:
+        remarks.append(f"the firmware says {path.latency_ns} ns and {path.read_bytes_per_s / 1e9:,.0f} GB/s for reads")
+    else:
+        remarks.append("the firmware says nothing of its latency and rates (no HMAT)")
+    return remarks
 
 
 def _opened(driver: Discovered) -> Found:

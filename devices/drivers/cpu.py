@@ -1,24 +1,30 @@
 """cpu: this machine's own memory and cores, for real.
 
-One memory, the host's DRAM: regions are page-aligned mappings, zeroed, with huge pages where the system gives them, and
-`Region.view` is the mapping itself, which other drivers may read and write. One executor, `cores`: each queue has a
-worker thread, and a launch is shared among up to `threads` cores. Its kernels are those of devices/kernels, with their
-bits. Memories of other devices are reached (option `reaches`) as far as their regions have a view.
+One memory, the host's DRAM or what of it lies on the NUMA nodes that are named: regions are page-aligned mappings,
+zeroed, and `Region.view` is the mapping itself, which other drivers may read and write. One executor, `cores`: each
+queue has a worker thread, and a launch is shared among up to `threads` cores. Its kernels are those of devices/kernels,
+with their bits. Memories of other devices are reached (option `reaches`) as far as their regions have a view.
 
 Real hardware has no virtual time: the driver refuses a virtual clock, and phantom regions.
 
-Options: `capacity` in bytes (half of what the system and its control groups leave), `queues` (4), `cores` (numbers of
-the cores to run on; all that the process may use), `threads` (as many as there are cores), `reaches` (names of
-memories). Workers are bound to the cores, so that a page which a command writes first lies on their node.
+With `node` or `nodes`, every allocation is bound, touched and then looked at page by page (cpu_pages.py); where pages
+were found stands in the platform's placements. Only regions are bound, never the process, and only worker threads get
+an affinity. Latencies and rates of paths are what the firmware's table says of these cores and the memory's node; 0
+where it says nothing. They are looked up when `info` is asked for first, so that devices may be opened in any order.
+
+Options: `capacity` in bytes (half of what the system, its control groups and the nodes leave), `queues` (4), `cores`
+(numbers of the cores to run on; those of the nodes, or the nearest, that the process may use), `threads` (as many as
+there are cores), `reaches` (names of memories), `node` or `nodes` (numbers), `placement` ("bind", "preferred",
+"interleave", "weighted-interleave" with `weights`), `huge_pages` ("transparent", "none", "2MiB", "1GiB"). Workers are
+bound to the cores, so that without nodes a page which a command writes first lies on their node.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,20 +46,26 @@ from tierloop.devices.commands import (
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
 from tierloop.devices.drivers.arena import Arena
+from tierloop.devices.drivers.cpu_options import CpuOptions, read_options
+from tierloop.devices.drivers.cpu_pages import Pages
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.failures import as_device_error
-from tierloop.devices.drivers.host_memory import available_nbytes
-from tierloop.devices.drivers.options import integer, names, refuse_unknown
-from tierloop.devices.errors import ConfigurationError, DeviceError, OutOfMemory, Timeout, Unsupported
+from tierloop.devices.drivers.numa import PAGE as PAGE
+from tierloop.devices.drivers.numa_mapping import run_on
+from tierloop.devices.drivers.numa_tiering import tiering
+from tierloop.devices.drivers.numa_topology import shown
+from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Unsupported
 from tierloop.devices.host_speed import host_speed
-from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo
 from tierloop.devices.kernels import MICROKERNEL, contract, copy_bytes, run, warm_up
-from tierloop.devices.kernels.pool import bind
+from tierloop.devices.placement import Placements, memory_nodes
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
+from tierloop.devices.system import HOST, System
 
-PAGE = mmap.PAGESIZE
+DEPTH = 4096
+"""Commands that one queue holds."""
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for commands that are running."""
 _HAND_OVER_NS = 20_000
@@ -63,60 +75,75 @@ _HAND_OVER_NS = 20_000
 class Cpu:
     """The host as a device: DRAM and cores."""
 
-    def __init__(
-        self,
-        name: str,
-        site: Site,
-        capacity: int,
-        queues: int,
-        threads: int,
-        reaches: tuple[str, ...] = (),
-        cores: frozenset[int] = frozenset(),
-    ) -> None:
-        memory = MemoryInfo(name, capacity)
+    def __init__(self, name: str, site: Site, options: CpuOptions, system: System = HOST) -> None:
+        self._pages = Pages(name, system, options)
+        self._name = name
+        self._site = site
+        self._options = options
+        self._system = system
+        self._notes = _notes(system, options, self._pages)
+        self._clock = site.clock
+        self._memory = MemoryInfo(name, options.capacity)
+        self._arena = Arena(name, self._memory, options.page)
+        self._placements = Placements.of(site)
+        self._costs = Costs({})
+        self._lines: list[SimpleQueue[Completion | None]] = [SimpleQueue() for _ in range(options.queues)]
+        self._workers: dict[int, threading.Thread] = {}
+        self._queues = QueueSet(name, options.queues, DEPTH, site, self._start)
+        if options.nodes:
+            self._placements.offer(name, self._pages.look)
+        self._node = _only_node(options)
+        if self._node is not None:
+            memory_nodes(site)[name] = self._node
+        warm_up()
+
+    @cached_property
+    def info(self) -> DeviceInfo:
+        """Made when it is asked for first: the other memories of the platform are known by then."""
+        options, nodes = self._options, memory_nodes(self._site)
         executor = ExecutorInfo(
             name="cores",
             kind="cores",
-            queues=tuple(range(queues)),
+            queues=tuple(range(options.queues)),
             verbs=frozenset(VERBS.values()),
             kernels=contract.KERNELS,
             dtypes=contract.DTYPES,
-            paths=tuple(Path(reached, 0, 0, 0) for reached in (name, *reaches)),
+            paths=tuple(
+                options.topology.path(options.cores, reached, nodes.get(reached))
+                for reached in (self._name, *options.reaches)
+            ),
+            depth=DEPTH,
         )
-        self._info = DeviceInfo(name, "cpu", "real", (memory,), (executor,), Arithmetic(MICROKERNEL))
-        self._name = name
-        self._clock = site.clock
-        self._threads = threads
-        self._cores = cores
-        self._arena = Arena(name, memory, PAGE)
-        self._costs = Costs({})
-        self._lines: list[SimpleQueue[Completion | None]] = [SimpleQueue() for _ in range(queues)]
-        self._workers: dict[int, threading.Thread] = {}
-        self._queues = QueueSet(name, queues, executor.depth, site, self._start)
-        warm_up()
-
-    @property
-    def info(self) -> DeviceInfo:
-        return self._info
+        return DeviceInfo(
+            self._name,
+            "cpu",
+            "real",
+            (self._memory,),
+            (executor,),
+            Arithmetic(MICROKERNEL),
+            numa_node=self._node,
+            model=self._system.model,
+            notes=self._notes,
+        )
 
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
-        """Map zeroed pages. Raises OutOfMemory, OutOfRange, Unsupported, Gone."""
+        """Zeroed pages where they were wanted. Raises OutOfMemory, OutOfRange, ProtocolError, Unsupported, Gone."""
         if phantom:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         taken = self._arena.reserve(nbytes, memory)
-        try:
-            # Private: the system gives shared mappings no huge pages.
-            mapping = mmap.mmap(-1, taken, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes: {error}", error.errno) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages: small ones do
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        # The mapping ends with the last array that shows it, so that a view kept past `free` stays harmless.
-        return self._arena.add(nbytes, view=np.frombuffer(mapping, dtype=np.uint8, count=nbytes))
+        region = self._arena.add(nbytes, view=self._pages.make(taken)[:nbytes])
+        placement = self._placements.allocated(region)
+        if placement is not None:
+            try:
+                self._pages.judge(placement)
+            except DeviceError:
+                self.free(region)
+                raise
+        return region
 
     def free(self, region: Region) -> None:
         self._arena.remove(region, self._queues.uses(region))
+        self._placements.freed(region)
         region.view = None
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
@@ -145,6 +172,7 @@ class Cpu:
         stuck = [worker.name for worker in self._workers.values() if worker.is_alive()]
         self._workers.clear()
         self._arena.close()
+        self._placements.withdraw(self._name)
         try:
             self._queues.close()
         finally:
@@ -153,7 +181,7 @@ class Cpu:
 
     def _check(self, command: Command, queue: int) -> Traffic:
         self._arena.alive(verb(command))
-        traffic = check(self._info, command, queue)
+        traffic = check(self.info, command, queue)
         for region, _ in read_segments(command) + write_segments(command):
             if region.view is None:
                 raise Unsupported(self._name, verb(command), f"the host has no view of {region}")
@@ -171,7 +199,7 @@ class Cpu:
 
     def _serve(self, line: SimpleQueue[Completion | None]) -> None:
         with suppress(OSError):  # the cores were taken away from the process since it was opened
-            bind(self._cores)
+            run_on(self._system, self._options.cores)
         while True:
             completion = line.get()
             if completion is None:
@@ -186,7 +214,7 @@ class Cpu:
     def _carry_out(self, command: Command) -> int:
         """On a worker thread: do it; returns the floating-point operations."""
         if isinstance(command, Launch):
-            return run(command, _bytes_of, self._threads)
+            return run(command, _bytes_of, self._options.threads)
         if isinstance(command, (Read, Write, Copy)):
             copy_bytes(command, _bytes_of)
         return 0
@@ -213,32 +241,36 @@ def _kind_and_size(command: Command, traffic: Traffic) -> tuple[str, int]:
     return verb(command), sum(traffic.read.values()) + sum(traffic.written.values())
 
 
-def open_cpu(name: str, site: Site, options: dict[str, Any]) -> Cpu:
-    """The entry point `cpu`. Raises ConfigurationError for a virtual clock and for options that are wrong."""
-    refuse_unknown(name, options, ["capacity", "queues", "cores", "threads", "reaches", "folder"])
+def open_cpu(name: str, site: Site, options: dict[str, Any], system: System = HOST) -> Cpu:
+    """The entry point `cpu`. Raises ConfigurationError for a virtual clock and for options that are wrong.
+
+    Raises NoPermission where the process may not bind memory, OutOfMemory where the pool of huge pages is empty.
+    """
+    checked = read_options(name, options, system)
     if site.clock.virtual:
         raise ConfigurationError(f"{name}: the cpu driver is real and cannot run on a virtual clock; use a wall clock")
-    capacity = integer(name, options, "capacity", available_nbytes() // 2 // PAGE * PAGE, PAGE)
-    cores = _cores(name, options.get("cores"))
-    return Cpu(
-        name,
-        site,
-        capacity,
-        integer(name, options, "queues", 4, 1),
-        integer(name, options, "threads", len(cores), 1),
-        names(name, options, "reaches"),
-        cores,
-    )
+    return Cpu(name, site, checked, system)
 
 
-def _cores(name: str, wanted: Any) -> frozenset[int]:
-    """The cores to run on. Raises ConfigurationError for what is no list of cores that the process may use."""
-    usable = frozenset(os.sched_getaffinity(0))
-    if wanted is None:
-        return usable
-    if not isinstance(wanted, (list, tuple)) or not wanted or any(type(core) is not int for core in wanted):
-        raise ConfigurationError(f"{name}: option 'cores' is {wanted!r}; allowed: a list of core numbers, not empty")
-    missing = sorted(set(wanted) - usable)
-    if missing:
-        raise ConfigurationError(f"{name}: the process may not use core {missing[0]}; allowed: {sorted(usable)}")
-    return frozenset(wanted)
+def _only_node(options: CpuOptions) -> int | None:
+    """The node that the memory lies on, where that is one node."""
+    nodes = options.nodes or options.topology.with_memory
+    promised = options.placement == "bind" or not options.nodes
+    return nodes[0] if len(nodes) == 1 and promised else None
+
+
+def _notes(system: System, options: CpuOptions, pages: Pages) -> dict[str, str]:
+    """What a report should say about where this device's memory lies and who may move it."""
+    notes = {"cores": shown(options.cores), "huge pages": options.huge_pages}
+    if options.nodes:
+        weights = f" by {':'.join(map(str, options.weights))}" if options.weights else ""
+        notes["placement"] = f"{options.placement} on nodes {shown(options.nodes)}{weights}, looked at after allocation"
+        movable = [node for node in options.nodes if options.topology.nodes[node].movable_nbytes]
+        if movable:
+            notes["movable"] = f"nodes {shown(movable)} are movable: pages that are pinned for DMA leave them"
+    if pages.unbound:
+        notes["not bound"] = f"pages are placed by who touches them first: {pages.unbound}"
+    found = tiering(system)
+    if found:
+        notes["tiering"] = "; ".join(map(str, found))
+    return notes

@@ -73,6 +73,8 @@ class Absent:
     """A node that can do nothing; real ones derive from it and say what they can."""
 
     kind: FileKind = "character device"
+    number = 0
+    """Its device number; 0: the kernel gives it one."""
 
     def opened(self, flags: int) -> None:
         """Anybody may."""
@@ -400,7 +402,8 @@ class ModelKernel:
 
     def _status(self, path: str, node: Node) -> FileStatus:
         inode = self._inodes.get(path, 0)
-        return FileStatus(node.kind, _DEVTMPFS, inode, os.makedev(240, inode) if "device" in node.kind else 0)
+        number = getattr(node, "number", 0) or os.makedev(240, inode)
+        return FileStatus(node.kind, _DEVTMPFS, inode, number if "device" in node.kind else 0)
 
 
 def failure(number: int, path: str | None = None) -> OSError:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.fake_uring import FakeRing
 from tierloop.devices.drivers import ring
 from tierloop.devices.system import (
     PUNCH_HOLE,
@@ -31,6 +30,7 @@ from tierloop.devices.system import (
     FileKind,
     FileStatus,
 )
+from tierloop.emulators.kernel_uring import ModelRing, Reply, Submission
 
 PAGE = 4096
 _FILESYSTEM = os.makedev(259, 1)
@@ -93,7 +93,7 @@ class FakeSystem:
         self.calls: Counter[str] = Counter()
         self._names: dict[str, _File] = {}
         self._open: dict[int, _Open] = {}
-        self._rings: dict[int, FakeRing] = {}
+        self._rings: dict[int, ModelRing] = {}
         self._faults: list[Fault] = []
         self._random = random.Random(seed)
         self._guard = threading.RLock()
@@ -253,10 +253,7 @@ class FakeSystem:
 
     def mmap(self, fd: int, nbytes: int, offset: int = 0) -> mmap_module.mmap:
         self._fail("mmap")
-        made = mmap_module.mmap(-1, nbytes)
-        if fd in self._rings:
-            self._rings[fd].maps[offset] = made
-        return made
+        return self._rings[fd].mmap(nbytes, offset) if fd in self._rings else mmap_module.mmap(-1, nbytes)
 
     def syscall(self, number: int, *args: int) -> int:
         with self._guard:
@@ -355,7 +352,7 @@ class FakeSystem:
         if params[2] & ~self.known_setup_flags:
             raise _error(errno.EINVAL)
         self._next += 1
-        self._rings[self._next] = FakeRing(entries, params, self.features)
+        self._rings[self._next] = ModelRing(entries, params, self.features, self._carry_out, self._random)
         return self._next
 
     def _uring_enter(self, fd: int, to_submit: int, min_complete: int, flags: int, argument: int, size: int) -> int:
@@ -365,22 +362,26 @@ class FakeSystem:
         self._fail("enter")
         ring = self._rings[fd]
         if self._released.is_set():
-            ring.let_go()
-        return ring.enter(to_submit, min_complete, flags, argument, size, self._carry_out, self._random)
+            ring.fail_hanging()
+        return ring.enter(to_submit, min_complete, flags, argument, size)
 
-    def _carry_out(self, op: str, fd: int, offset: int, address: int, nbytes: int) -> int | Fault:
-        """The result of one entry of a ring, as the kernel gives it: bytes moved, minus an errno, or not yet."""
+    def _carry_out(self, entry: Submission, reply: Reply) -> Fault | None:
+        """Answer one entry of a ring as the kernel does, with bytes moved or minus an errno; or let it hang."""
+        op = {ring.READ: "read", ring.WRITE: "write", ring.FSYNC: "sync"}[entry.opcode]
+        assert op != "sync" or entry.op_flags == ring.DATASYNC
         self.calls[f"uring {op}"] += 1
         try:
-            fault = self._fail(op, offset, nbytes)
+            fault = self._fail(op, entry.offset, entry.nbytes)
             if fault is not None and fault.hangs:
                 return fault
             if op == "sync":
-                self._sync(fd)
-                return 0
-            return self._transfer(op, fd, address, offset, nbytes, fault)
+                self._sync(entry.fd)
+                reply(0, 0)
+            else:
+                reply(self._transfer(op, entry.fd, entry.address, entry.offset, entry.nbytes, fault), 0)
         except OSError as error:
-            return -(error.errno or errno.EIO)
+            reply(-(error.errno or errno.EIO), 0)
+        return None
 
 
 def _error(number: int) -> OSError:

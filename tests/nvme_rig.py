@@ -1,4 +1,4 @@
-"""A place to test the nvme driver: on a real file, and on the operating system in memory."""
+"""A place to test the nvme driver: on a real file, on the operating system in memory, and on a modelled drive."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.system import HOST, System
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
+from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 
 MIB = 1 << 20
 SHORT_S = 0.5
@@ -61,6 +62,12 @@ class Rig:
         return self.system
 
     @property
+    def machine(self) -> NvmeMachine:
+        """The machine with a modelled drive."""
+        assert isinstance(self.system, NvmeMachine)
+        return self.system
+
+    @property
     def device(self) -> NvmeDevice:
         """The device that was opened last; opened now if there is none."""
         return self.opened[-1] if self.opened else self.open()
@@ -96,7 +103,7 @@ class Rig:
 
     def close(self) -> None:
         """Close whatever is open, and let go what hangs."""
-        if isinstance(self.system, FakeSystem):
+        if isinstance(self.system, (FakeSystem, NvmeMachine)):
             self.system.release()
         for device in self.opened:
             device.close()
@@ -111,6 +118,11 @@ def on_fake(system: FakeSystem | None = None, **options: Any) -> Rig:
     """A rig on a file of an operating system in memory."""
     defaults = {"capacity": 8 * MIB, "create": True, "queues": 2, "retries": 8}
     return Rig("/medium", {**defaults, **options}, system or FakeSystem())
+
+
+def on_drive(machine: NvmeMachine | None = None, **options: Any) -> Rig:
+    """A rig on the generic character device of a modelled drive."""
+    return Rig("/dev/ng0n1", {"queues": 2, "retries": 8, **options}, machine or nvme_machine())
 
 
 def spans(*pairs: tuple[int, int]) -> Spans:

@@ -1,4 +1,4 @@
-"""The nvme driver passes the suite of every device on the system in memory, and beside a real cpu device.
+"""The nvme driver passes the suite of every device: in memory, on a modelled drive, and beside a real cpu device.
 
 test_conformance.py runs it on a real file.
 """
@@ -15,6 +15,7 @@ from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.nvme import open_nvme
 from tierloop.devices.platform import Platform
 from tierloop.devices.site import Site
+from tierloop.emulators.kernel_nvme import nvme_machine
 
 
 class TestInMemory(Suite):
@@ -26,6 +27,24 @@ class TestInMemory(Suite):
     def open(self, site: Site) -> Device:
         options = {"path": "/medium", "capacity": 8 * MIB, "create": True, "queues": 2, "io": "posix"}
         return open_nvme("nvme0", site, options, FakeSystem(grid=4096))
+
+
+class TestNamespace(Suite):
+    """The generic character device of a modelled drive, through a ring."""
+
+    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "ordering", "errors", "stateful")
+    examples: ClassVar[int] = 10
+    io: ClassVar[str] = "io_uring"
+
+    def open(self, site: Site) -> Device:
+        options = {"path": "/dev/ng0n1", "capacity": 8 * MIB, "queues": 2, "io": self.io}
+        return open_nvme("nvme0", site, options, nvme_machine())
+
+
+class TestNamespaceByIoctl(TestNamespace):
+    """The same, one command at a time."""
+
+    io = "ioctl"
 
 
 class TestBesideACpu(Suite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -544,4 +545,27 @@ def test_a_device_opens_on_its_own_site_without_a_checker(tmp_path: Path) -> Non
     rig.site = Site(clock=WallClock())
     region = rig.device.alloc(4096)
     rig.write(region.all(), bytes_of(17, 4096))
+    rig.close()
+
+
+def test_what_the_page_cache_may_have_served_is_counted_apart() -> None:
+    rig = on_fake(FakeSystem(direct=False))
+    region = rig.device.alloc(1 * MIB)
+    rig.write(region.all(), bytes_of(1, 1 * MIB))
+    rig.read(region.at(0, 4096))
+    counts = rig.device.counts
+    assert (counts.direct_nbytes, counts.buffered_nbytes) == (0, 1 * MIB + 4096)
+    assert rig.device.info.notes["media_bytes"].startswith("unknown")
+    rig.close()
+
+
+def test_useful_bytes_are_those_of_commands_that_ended_well() -> None:
+    rig = on_fake()
+    region = rig.device.alloc(1 * MIB)
+    rig.write(region.all(), bytes_of(1, 1 * MIB))
+    rig.fake.inject("read", errno.EIO, offset=rig.device.offset_of(region))
+    rig.error_of(Read(region.all(), np.zeros(1 * MIB, dtype=np.uint8)))
+    counts = rig.device.counts
+    assert counts.useful_nbytes == 1 * MIB
+    assert counts.direct_nbytes == counts.read_nbytes + counts.written_nbytes >= 1 * MIB
     rig.close()

@@ -1,7 +1,9 @@
 """The crew of a device: one worker per queue, all with the same kind of engine, io_uring where there is any.
 
+Files and block devices have pread and pwrite beside it, NVMe passthrough has ioctl.
+
 The kind is settled for all queues when the device is opened, so that what `info.notes` says of it holds for every
-command. A refusal is kept in words; with io = auto it leads to pread and pwrite, otherwise to an error.
+command. A refusal is kept in words; with io = auto it leads to the other way, otherwise to an error.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import Counts, Engine, PosixEngine, Target, total
+from tierloop.devices.drivers.passthrough import CommandEntries, IoctlEngine
 from tierloop.devices.drivers.ring import refusal
 from tierloop.devices.drivers.uring import UringEngine
 from tierloop.devices.drivers.worker import Outcome, Worker
@@ -36,8 +39,13 @@ class Crew:
         place: Callable[[Region], int | None],
         clock: Clock,
         report: Callable[[Outcome], None],
+        register_nbytes: int = 0,
+        registered: Callable[[Region], None] | None = None,
     ) -> None:
-        """`io` is auto, io_uring or posix. Raises Unsupported or NoPermission where a demanded io_uring is refused."""
+        """`io` is auto, io_uring, posix (files and block devices) or ioctl (NVMe passthrough).
+
+        Raises Unsupported or NoPermission where what was demanded is refused.
+        """
         self.why: list[str] = []
         self._target = target
         self._lock = threading.Lock()
@@ -45,11 +53,11 @@ class Crew:
         self._present = 0
         self._stuck = False
         self._nobody = threading.Event()
-        ways: dict[str, Callable[[], Engine]] = {
-            "io_uring": lambda: UringEngine(target, depth),
-            "posix": lambda: PosixEngine(target),
-        }
-        for way in ("io_uring", "posix") if io == "auto" else (io,):
+        ways = _ways(target, depth, register_nbytes, registered)
+        if io not in ("auto", *ways):
+            what = "a file or block device" if target.namespace is None else "NVMe passthrough"
+            raise Unsupported(target.device, "open", f"io = {io} is not for {what}; {' or '.join(ways)} is")
+        for way in ways if io == "auto" else (io,):
             self.io = way
             try:
                 for _ in range(queues):
@@ -75,6 +83,10 @@ class Crew:
     def counts(self) -> Counts:
         """What all engines have done."""
         return total(w.engine.counts for w in self._workers if w.engine is not None)
+
+    def refusals(self) -> list[str]:
+        """Why memory could not be registered, so far."""
+        return [why for w in self._workers if w.engine is not None for why in w.engine.refusals]
 
     def leave(self) -> bool:
         """Cut running commands short and end all threads; False if transfers are still out after the deadline."""
@@ -105,3 +117,19 @@ class Crew:
             self._stuck = self._stuck or stuck
             if not self._present:
                 self._nobody.set()
+
+
+def _ways(
+    target: Target, depth: int, register_nbytes: int, registered: Callable[[Region], None] | None
+) -> dict[str, Callable[[], Engine]]:
+    """The engines that this kind of medium has, best first."""
+    namespace = target.namespace
+    if namespace is None:
+        return {
+            "io_uring": lambda: UringEngine(target, depth, None, register_nbytes, registered),
+            "posix": lambda: PosixEngine(target),
+        }
+    return {
+        "io_uring": lambda: UringEngine(target, depth, CommandEntries(target, namespace)),
+        "ioctl": lambda: IoctlEngine(target, namespace),
+    }

@@ -1,7 +1,8 @@
-"""Engines: how bytes get between a block device and host memory, two ways behind one protocol.
+"""Engines: how bytes get between a block device and host memory, three ways behind one protocol.
 
 `uring.UringEngine` keeps many transfers in flight from one thread; `PosixEngine`, here, does them one after the other
-with pread and pwrite and is what remains where the kernel or a container refuses io_uring. What must hold for both:
+with pread and pwrite and is what remains where the kernel or a container refuses io_uring; `passthrough.IoctlEngine` is
+the same for NVMe commands. What must hold for all:
 
 - `transfer` returns when every byte has been moved, or raises the device error of the first piece that failed after
   everything in flight has come back. A short transfer is continued where it stopped, never taken for a whole one.
@@ -22,15 +23,21 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Gone, ProtocolError
+from tierloop.devices.regions import Region
 from tierloop.devices.system import System, from_os
 
 LARGEST_TRANSFER = 512 * 1024
 """Bytes per transfer. Larger vectored reads were seen to fail with EAGAIN after a part was moved (liburing #766)."""
+
+DEAD = ("dead", "deleting", "deleting (no IO)")
+"""States of a controller that nothing leads out of."""
+UNCLEAR = (errno.EIO, errno.EINVAL, errno.EAGAIN, errno.EINTR)
+"""Answers that may mean that the drive is gone."""
 
 _BACKOFF_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3, 5e-3)
 """How long to wait before try 1, 2, …, 6 and later ones, where nothing else is in flight to wait for."""
@@ -38,15 +45,38 @@ _BACKOFF_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3, 5e-3)
 
 @dataclass
 class Counts:
-    """What an engine has done since it was made; read by other threads, written by its own."""
+    """What an engine has done since it was made; read by other threads, written by its own.
+
+    `read_nbytes` and `written_nbytes` were asked of the medium and moved. Of these, `direct_nbytes` went past the page
+    cache and `buffered_nbytes` through it, so that nobody knows how many of them the medium saw. `useful_nbytes` are
+    those of commands that ended well, each byte once. `fixed` transfers used registered buffers; `unregistered` counts
+    registrations that the kernel refused.
+    """
 
     transfers: int = 0
     read_nbytes: int = 0
     written_nbytes: int = 0
+    direct_nbytes: int = 0
+    buffered_nbytes: int = 0
+    useful_nbytes: int = 0
     bounced_nbytes: int = 0
     retried: int = 0
     resumed: int = 0
     timeouts: int = 0
+    fixed: int = 0
+    unregistered: int = 0
+
+    def moved(self, write: bool, nbytes: int, direct: bool) -> None:
+        """Count one transfer."""
+        self.transfers += 1
+        if write:
+            self.written_nbytes += nbytes
+        else:
+            self.read_nbytes += nbytes
+        if direct:
+            self.direct_nbytes += nbytes
+        else:
+            self.buffered_nbytes += nbytes
 
 
 def total(counts: Iterable[Counts]) -> Counts:
@@ -58,9 +88,24 @@ def total(counts: Iterable[Counts]) -> Counts:
     return made
 
 
+class Namespace(NamedTuple):
+    """What commands to a namespace need: its number, its block size as a power of two, and whether to flush.
+
+    `flushes` is False where the drive has no volatile write cache.
+    """
+
+    nsid: int
+    shift: int
+    flushes: bool
+
+
 @dataclass(frozen=True)
 class Target:
-    """What an engine works on: descriptor, grids in bytes (powers of two), and whom errors name."""
+    """What an engine works on: descriptor, grids in bytes (powers of two), and whom errors name.
+
+    `largest` is the largest single transfer, `direct` says that the page cache has no part in it, and `namespace` that
+    the descriptor is one of NVMe passthrough. `controllers` are those of an NVMe drive whose state sysfs shows.
+    """
 
     device: str
     system: System
@@ -70,6 +115,10 @@ class Target:
     deadline_s: float
     retries: int
     stop: threading.Event
+    largest: int = LARGEST_TRANSFER
+    direct: bool = False
+    namespace: Namespace | None = None
+    controllers: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -77,8 +126,15 @@ class Engine(Protocol):
 
     counts: Counts
 
+    @property
+    def refusals(self) -> list[str]:
+        """Why memory could not be registered."""
+
+    def expect(self, region: Region) -> None:
+        """The next transfer is to or from this region of the host's memory: a chance to register it."""
+
     def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
-        """Move all pieces, none larger than LARGEST_TRANSFER; one after the other if `ordered`.
+        """Move all pieces, none larger than the target's `largest`; one after the other if `ordered`.
 
         Raises MediaError, OutOfMemory, Busy, Timeout, Gone, ProtocolError or Stuck.
         """
@@ -95,8 +151,29 @@ def host_bytes(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
+def controller_state(system: System, controller: str) -> str:
+    """What the kernel says of an NVMe controller: live, resetting, connecting, deleting, dead; empty if it has none."""
+    try:
+        return system.read_text(f"/sys/class/nvme/{controller}/state")
+    except OSError:
+        return ""
+
+
+def departed(target: Target) -> str:
+    """Why nothing will reach the drive any more, if that is what sysfs shows; empty otherwise.
+
+    The kernel answers a transfer to a drive that is gone with EIO, EINVAL or EAGAIN, depending on the way it took.
+    """
+    states = [controller_state(target.system, each) for each in target.controllers]
+    if not states or any(state not in ("", *DEAD) for state in states):
+        return ""
+    return f"{target.controllers[0]} is {states[0] or 'not there any more'}"
+
+
 def lost(target: Target, op: str, number: int, offset: int, nbytes: int) -> DeviceError:
     """The error for a transfer that the system refused with this errno."""
+    if number in UNCLEAR and (why := departed(target)):
+        return Gone(target.device, op, f"{nbytes} bytes at offset {offset} of the medium: {why}", number)
     return from_os(target.device, op, OSError(number, ""), f"{nbytes} bytes at offset {offset} of the medium")
 
 
@@ -130,6 +207,14 @@ class PosixEngine:
         self.counts = Counts()
         self._target = target
         self._bounce: mmap.mmap | None = None
+
+    @property
+    def refusals(self) -> list[str]:
+        """Nothing is registered for pread and pwrite."""
+        return []
+
+    def expect(self, region: Region) -> None:
+        """Nothing is registered for pread and pwrite."""
 
     def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
         self._run("write" if write else "read", lambda: self._all(pieces, write))
@@ -177,11 +262,7 @@ class PosixEngine:
                 continue
             except OSError as error:
                 raise lost(target, op, error.errno or 0, offset + done, nbytes - done) from error
-            counts.transfers += 1
-            if write:
-                counts.written_nbytes += moved
-            else:
-                counts.read_nbytes += moved
+            counts.moved(write, moved, target.direct)
             step = moved if done + moved >= nbytes else moved // target.grid * target.grid
             if done + moved < nbytes:
                 counts.resumed += 1

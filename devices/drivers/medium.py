@@ -6,17 +6,23 @@ Its space is managed through `fallocate`: allocating reserves blocks that read a
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, PosixEngine, Target, room
+from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Timeout
 from tierloop.devices.system import PUNCH_HOLE, RESERVE, ZERO_RANGE, FileStatus, System, address_of, from_os
+
+if TYPE_CHECKING:  # a drive asks through `patiently`, which stands here
+    from tierloop.devices.drivers.nvme_drive import Drive
 
 PAGE = 4096
 """The grid of the page cache, and the smallest unit that regions are placed in."""
@@ -27,7 +33,9 @@ _NOT_OFFERED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 class Medium:
     """An opened, locked medium of `capacity` usable bytes; `target` is for transfers, `control` holds the lock.
 
-    `why` lists what was wished for and is not so. `bus_address` and `numa_node` come from sysfs, None if not there.
+    `why` lists what was wished for and is not so. `bus_address` and `numa_node` come from sysfs, None if not there;
+    `in_flight` is how many requests the kernel keeps at a disk; `drive` is there where the kernel passes commands to an
+    NVMe drive on.
     """
 
     path: str
@@ -39,6 +47,8 @@ class Medium:
     why: list[str]
     bus_address: str | None = None
     numa_node: int | None = None
+    drive: Drive | None = None
+    in_flight: int | None = None
     _zeroing: list[int] = field(default_factory=lambda: [ZERO_RANGE, PUNCH_HOLE])
 
     def zero(self, offset: int, nbytes: int) -> None:
@@ -107,15 +117,20 @@ class Medium:
 
     def _write_zeros(self, offset: int, nbytes: int) -> None:
         zeros = room(self.target, min(nbytes, LARGEST_TRANSFER))
-        starts = np.arange(0, nbytes, LARGEST_TRANSFER, dtype=np.int64)
-        pieces = np.empty((len(starts), 3), dtype=np.int64)
-        pieces[:, 0] = starts + offset
-        pieces[:, 1] = address_of(zeros)
-        pieces[:, 2] = np.minimum(nbytes - starts, LARGEST_TRANSFER)
         try:
-            PosixEngine(self.target).transfer(pieces, write=True)
+            PosixEngine(self.target).transfer(from_zeros(zeros, offset, nbytes, len(zeros)), write=True)
         except Stuck as stuck:
             raise Timeout(self.target.device, "alloc", str(stuck), errno.ETIMEDOUT) from stuck
+
+
+def from_zeros(zeros: mmap.mmap, offset: int, nbytes: int, largest: int) -> Pieces:
+    """The pieces that write so many zeros from one small buffer."""
+    starts = np.arange(0, nbytes, largest, dtype=np.int64)
+    pieces = np.empty((len(starts), 3), dtype=np.int64)
+    pieces[:, 0] = starts + offset
+    pieces[:, 1] = address_of(zeros)
+    pieces[:, 2] = np.minimum(nbytes - starts, largest)
+    return pieces
 
 
 def patiently(target: Target, op: str, call: Callable[[], None]) -> None:

@@ -1,4 +1,7 @@
-"""The nvme driver: a file or a block device as a persistent block memory, through io_uring and O_DIRECT.
+"""The nvme driver: a file, a block device or an NVMe namespace as a persistent block memory.
+
+Files and block devices are reached with O_DIRECT through io_uring or pread and pwrite, the generic character device of
+a namespace (/dev/ngXnY) with NVMe passthrough through io_uring or ioctl. docs/nvme.md says when to take which.
 
 One memory, on a grid that was probed, and one executor of kind `dma` that reaches it and those memories whose regions
 the host has mapped (option `reaches`); between two of those it is the queue's thread that copies. Every queue has a
@@ -6,22 +9,27 @@ thread of its own with its own ring.
 
 What must hold beyond the device contract:
 
-- Nothing is better than it says. How bytes travel stands in `info.notes`: `io` (io_uring or posix), `direct` (true or
-  false), `why` (each wish that was not granted, with the reason), and `cache` where the page cache may serve reads.
+- Nothing is better than it says. How bytes travel stands in `info.notes`: `io` (io_uring, posix or ioctl), `direct`
+  (true or false), `why` (each wish that was not granted, with the reason), and `cache` where the page cache may serve
+  reads.
 - `alloc` gives zeroed bytes whose space is reserved, so a full disk is an OutOfMemory of `alloc`, not of a write.
 - When a `Flush` has completed, everything that had completed before it is durable.
-- `media_nbytes` is what was asked of the medium and moved, repeated parts of resumed transfers included.
+- `media_nbytes` is what was asked of the medium and moved, repeated parts of resumed transfers included. Where the
+  page cache stands in between, `counts.buffered_nbytes` says so, and nobody knows what the medium saw of it.
+- A namespace or disk that somebody has mounted or holds is never opened, and one whose media are read-only is never
+  written to.
 - No wait is longer than `deadline_s` without progress. If the kernel does not even give transfers back after that, the
   device is `Gone`, and their memory is kept for as long as the process lives.
 - The medium has one owner; what `close` leaves behind is durable only as far as it was flushed.
 
-Options: `path`; `capacity` in bytes (default: all); `create` makes or grows a sparse file; `io` = auto, io_uring or
-posix; `direct`; `depth` transfers in flight per queue; `queues`; `reaches`, names of host-mapped memories;
-`deadline_s`; `retries` of EAGAIN and EINTR per transfer; `latency_ns`, `read_bytes_per_s`, `write_bytes_per_s` for
-estimates until something was measured; `folder` that a relative path starts from (the registry sets it).
+Options: `path`; `capacity` in bytes (default: all); `create` makes or grows a sparse file; `io` = auto, io_uring,
+posix or ioctl; `direct`; `register` host memory with io_uring; `depth` transfers in flight per queue; `queues`;
+`reaches`, names of host-mapped memories; `deadline_s`; `retries` of what passes, per transfer; `latency_ns`,
+`read_bytes_per_s`, `write_bytes_per_s` for estimates until something was measured; `folder` that a relative path starts
+from (the registry sets it).
 
-The first `capacity` bytes of an existing file belong to the device: allocating overwrites them. `probe` says what could
-be done with a path, without changing anything.
+The first `capacity` bytes of an existing medium belong to the device: allocating overwrites them. `probe` says what
+could be done with a path, without changing anything, and `nvme_drives` which drives there are.
 """
 
 from __future__ import annotations
@@ -29,6 +37,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from tierloop.devices.commands import Command, Flush, Traffic, read_segments, segments, verb, write_segments
@@ -40,6 +49,10 @@ from tierloop.devices.drivers.engines import Counts, Stopped
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.medium import PAGE, Medium
+from tierloop.devices.drivers.nvme_drive import condition
+from tierloop.devices.drivers.nvme_drives import NvmeController, NvmeNamespace, nvme_drives
+from tierloop.devices.drivers.nvme_identity import Health, Identity
+from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.nvme_options import Options
 from tierloop.devices.drivers.nvme_probe import Reason, probe
 from tierloop.devices.drivers.opening import open_medium
@@ -55,21 +68,35 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.placement import Placements
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
 
-__all__ = ["NvmeDevice", "Reason", "open_nvme", "probe"]
+__all__ = [
+    "Health",
+    "Identity",
+    "NvmeController",
+    "NvmeDevice",
+    "NvmeNamespace",
+    "Reason",
+    "nvme_drives",
+    "open_nvme",
+    "probe",
+]
 
 _COMMANDS_PER_QUEUE = 4096
+_REGISTERED_NBYTES = 256 << 20
+"""How much memory one queue pins at most where `register` is on."""
 
 
 def open_nvme(name: str, site: Site, options: dict[str, Any], system: System = HOST) -> NvmeDevice:
-    """Open a file or block device; `system` is the operating system to reach it through.
+    """Open a file, block device or namespace; `system` is the operating system to reach it through.
 
-    Raises ConfigurationError (options, virtual clock), NotPresent, NoPermission, Unsupported (a directory, a character
-    device; io_uring demanded and not there), Busy (another owner), OutOfMemory, MediaError, Timeout.
+    Raises ConfigurationError (options, virtual clock), NotPresent, NoPermission, Unsupported (a directory, a format
+    that is not served, what `io` demands and is not there), Busy (another owner, mounted), OutOfMemory, MediaError,
+    ProtocolError (a drive whose tables cannot be), Gone, Timeout.
     """
     checked = Options.of(name, options)
     if site.clock.virtual:
@@ -84,7 +111,7 @@ def open_nvme(name: str, site: Site, options: dict[str, Any], system: System = H
 class NvmeDevice:
     """An opened medium as a device; made by `open_nvme`."""
 
-    def __init__(self, name: str, site: Site, options: Options, medium: Medium) -> None:
+    def __init__(self, name: str, site: Site, options: Options, medium: Medium | NamespaceMedium) -> None:
         self._name = name
         self._clock = site.clock
         self._medium = medium
@@ -94,22 +121,55 @@ class NvmeDevice:
         self._outcomes: deque[Outcome] = deque()
         self._gone = ""
         self._closing = False
+        self._useful_nbytes = 0
+        self._placements = Placements.of(site)
+        warnings, self._read_only = condition(medium.drive)
+        medium.why += warnings
         self._crew = Crew(
-            medium.target, options.io, options.depth, options.queues, self._offsets.get, self._clock, self._report
+            medium.target,
+            options.io,
+            options.depth,
+            options.queues,
+            self._offsets.get,
+            self._clock,
+            self._report,
+            _REGISTERED_NBYTES if options.register else 0,
+            self._registered,
         )
+        if medium.in_flight is not None and options.depth > medium.in_flight:
+            medium.why.append(f"depth = {options.depth}: the kernel keeps {medium.in_flight} requests at this disk")
+        self._why = medium.why + self._crew.why
         self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
         self._arena = Arena(name, self._info.memories[0], self._extents.grid)
         self._queues = QueueSet(name, options.queues, _COMMANDS_PER_QUEUE, site, self._start)
 
     @property
     def info(self) -> DeviceInfo:
-        """What the device is and can do."""
-        return self._info
+        """What the device is and can do; `why` also says which memory could not be registered so far."""
+        refused = self._crew.refusals()
+        if not refused:
+            return self._info
+        return replace(self._info, notes={**self._info.notes, "why": "; ".join([*self._why, *refused])})
+
+    @property
+    def identity(self) -> Identity | None:
+        """Who the drive says that it is; None for a file, and for a disk that is no NVMe drive or does not say."""
+        return self._medium.drive.identity if self._medium.drive is not None else None
+
+    def health(self) -> Health | None:
+        """The drive's SMART log as it is now; None where there is no `identity`.
+
+        Raises NoPermission (reading it needs CAP_SYS_ADMIN), Unsupported, Gone, Timeout.
+        """
+        self._alive("health")
+        return self._medium.drive.health() if self._medium.drive is not None else None
 
     @property
     def counts(self) -> Counts:
         """What the engines of all queues have done so far: transfers, bytes, retries, bounced bytes."""
-        return self._crew.counts()
+        made = self._crew.counts()
+        made.useful_nbytes = self._useful_nbytes
+        return made
 
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
         """Allocate zeroed bytes with their space reserved: first fit, rounded up to whole pages.
@@ -119,6 +179,7 @@ class NvmeDevice:
         self._alive("alloc")
         if phantom:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
+        self._writable("alloc")
         taken = self._arena.reserve(nbytes, memory)
         offset = self._extents.take(nbytes)
         if offset is None:
@@ -188,6 +249,7 @@ class NvmeDevice:
             if stuck or isinstance(error, Gone):
                 self._gone = self._gone or str(error)
             if error is None:
+                self._useful_nbytes += _nbytes(completion.command)
                 self._costs.observe(_kind(completion.command, self._name), _nbytes(completion.command), duration_ns)
             self._queues.finish(completion, error)
 
@@ -226,6 +288,14 @@ class NvmeDevice:
         if self._gone:
             raise Gone(self._name, op, self._gone)
 
+    def _writable(self, op: str) -> None:
+        if self._read_only:
+            raise Unsupported(self._name, op, self._read_only)
+
+    def _registered(self, region: Region) -> None:
+        """Called by workers when a region's pages have been pinned, which may have moved them."""
+        self._placements.registered(region)
+
     def _placed(self, nbytes: int, offset: int) -> Region:
         region = self._arena.add(nbytes)
         self._offsets[region] = offset
@@ -249,6 +319,8 @@ class NvmeDevice:
             elif region.view is None or region.view.nbytes < region.nbytes or not region.view.flags.c_contiguous:
                 raise Unsupported(self._name, op, f"{region} is not mapped by the host")
         for region, _ in write_segments(command):
+            if region.memory == self._name:
+                self._writable(op)
             if region.view is not None and not region.view.flags.writeable:
                 raise OutOfRange(self._name, op, f"{region} is read-only")
         return traffic
@@ -268,15 +340,20 @@ def _kind(command: Command, memory: str) -> str:
     return "flush" if isinstance(command, Flush) else "host"
 
 
-def _describe(name: str, options: Options, medium: Medium, crew: Crew, capacity: int) -> DeviceInfo:
+def _describe(name: str, options: Options, medium: Medium | NamespaceMedium, crew: Crew, capacity: int) -> DeviceInfo:
     notes = {
         "path": medium.path,
         "io": crew.io,
         "direct": "true" if medium.direct else "false",
         "why": "; ".join(medium.why + crew.why) or "everything that was asked for was granted",
+        "largest_transfer": str(medium.target.largest),
     }
     if not medium.direct:
         notes["cache"] = "buffered: reads may be served by the page cache"
+        notes["media_bytes"] = "unknown: the page cache may serve reads and gather writes"
+    if medium.drive is not None:
+        who = medium.drive.identity
+        notes["drive"] = f"{who.model}, serial {who.serial}, firmware {who.firmware}, namespace {who.nsid}"
     own = Path(name, options.latency_ns, options.read_bytes_per_s, options.write_bytes_per_s, mlp=options.depth)
     executor = ExecutorInfo(
         name="dma",

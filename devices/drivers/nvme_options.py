@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tierloop.devices.drivers.medium import PAGE
-from tierloop.devices.drivers.opening import Wish
 from tierloop.devices.drivers.options import names, refuse_unknown
+from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import ConfigurationError
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -22,7 +22,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "read_bytes_per_s": (0, 1 << 62),
     "write_bytes_per_s": (0, 1 << 62),
 }
-_CHOICES = ("auto", "io_uring", "posix")
+_CHOICES = ("auto", "io_uring", "posix", "ioctl")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class Options:
     path: str
     capacity: int | None = None
     create: bool = False
-    io: Literal["auto", "io_uring", "posix"] = "auto"
+    io: Literal["auto", "io_uring", "posix", "ioctl"] = "auto"
     direct: bool = True
+    register: bool = False
     depth: int = 32
     queues: int = 4
     reaches: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class Options:
         known = [f.name for f in fields(cls)]
         refuse_unknown(device, options, known)
         if "path" not in options:
-            raise ConfigurationError(f"{device}: option 'path' is missing: a file or a block device")
+            raise ConfigurationError(f"{device}: option 'path' is missing: a file, a block device or /dev/ngXnY")
         for key, value in options.items():
             wrong = _wrong(key, value)
             if wrong:
@@ -78,7 +79,7 @@ def _wrong(key: str, value: Any) -> str | None:
         )
     if key == "io":
         return None if value in _CHOICES else f"one of {', '.join(_CHOICES)}"
-    if key in ("create", "direct"):
+    if key in ("create", "direct", "register"):
         return None if isinstance(value, bool) else "true or false"
     if key == "reaches":
         return None if isinstance(value, (list, tuple, dict)) else "a list of names"

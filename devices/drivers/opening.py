@@ -1,7 +1,8 @@
 """Opening a medium: for one owner, with everything that is known about how it may be reached.
 
-`open_medium` looks before it touches: a directory, a character device, a missing path or a missing permission is
-refused before anything is created, and a file that it did create is removed again if the rest fails. What must hold:
+`open_medium` looks before it touches: a directory, a missing path, a mounted disk or a missing permission is refused
+before anything is created, and a file that it did create is removed again if the rest fails. The generic character
+device of an NVMe namespace is opened by nvme_claim.py; the rest here is for files and block devices. What must hold:
 
 - One owner. The file is locked (flock), a block device is also opened O_EXCL, so a mounted one is refused as busy.
 - The *grid* is what offsets and sizes of direct transfers must be multiples of. It starts from what the kernel says
@@ -18,12 +19,17 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from tierloop.devices.drivers.engines import Target
+from tierloop.devices.drivers.engines import Target, controller_state
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
+from tierloop.devices.drivers.nvme_claim import open_namespace
+from tierloop.devices.drivers.nvme_drive import Drive
+from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, number_in, place_of
+from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
+from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
 from tierloop.devices.system import SYS_STATX, FileStatus, System, address_of, from_os
 
@@ -32,29 +38,30 @@ _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the owner asks of a medium: `capacity` in bytes (None: all of it), waits of at most deadline_s."""
-
-    path: str
-    capacity: int | None = None
-    create: bool = False
-    direct: bool = True
-    deadline_s: float = 30.0
-    retries: int = 64
-
-
-def open_medium(device: str, wish: Wish, system: System, undo: ExitStack) -> Medium:
+def open_medium(device: str, wish: Wish, system: System, undo: ExitStack) -> Medium | NamespaceMedium:
     """Open, lock and measure a medium; `undo` gets what closes it again and removes a file that was created.
 
-    Raises NotPresent, NoPermission, Unsupported (not a file or block device), Busy (another owner), ConfigurationError
-    (capacity), OutOfMemory (no room for the file), MediaError or Timeout (the probing read).
+    Raises NotPresent, NoPermission, Unsupported (no medium), Busy (another owner, mounted), ConfigurationError
+    (capacity), OutOfMemory (no room for the file), MediaError, ProtocolError or Timeout (the first questions and read).
     """
-    control, status = _claim(device, wish, system, undo)
+    found = _look(device, wish, system)
+    if found is not None and found.kind == "character device":
+        return open_namespace(device, wish, found, system, undo)
+    return _open_file(device, wish, found, system, undo)
+
+
+def _open_file(device: str, wish: Wish, found: FileStatus | None, system: System, undo: ExitStack) -> Medium:
+    control, status = _claim(device, wish, found, system, undo)
     capacity = _measure(device, wish, system, control, status, undo)
     target = Target(device, system, control, PAGE, 1, wish.deadline_s, wish.retries, threading.Event())
     medium = Medium(wish.path, status, control, capacity, target, False, [])
     medium.bus_address, medium.numa_node = _place(system, status)
+    if status.kind == "block device":
+        _question(medium, system)
+        medium.in_flight = number_in(system, f"{_queue_folder(status)[0]}/queue/nr_requests")
+        largest = (number_in(system, f"{_queue_folder(status)[0]}/queue/max_hw_sectors_kb") or 0) * 1024
+        if PAGE <= largest < target.largest:
+            medium.target = replace(medium.target, largest=largest // PAGE * PAGE)
     if not wish.direct:
         medium.why.append("O_DIRECT was not asked for")
     elif (refused := _go_direct(medium, undo)) is not None:
@@ -64,13 +71,17 @@ def open_medium(device: str, wish: Wish, system: System, undo: ExitStack) -> Med
     return medium
 
 
-def _claim(device: str, wish: Wish, system: System, undo: ExitStack) -> tuple[int, FileStatus]:
+def _claim(
+    device: str, wish: Wish, status: FileStatus | None, system: System, undo: ExitStack
+) -> tuple[int, FileStatus]:
     """Open the path, or create it, and lock it: (descriptor, status)."""
-    status = _look(device, wish, system)
     flags = os.O_RDWR
     if status is None:
         flags |= os.O_CREAT | os.O_EXCL
     elif status.kind == "block device":
+        used = in_use(system, _queue_folder(status)[0])
+        if used:
+            raise Busy(device, "open", used, errno.EBUSY)
         flags |= os.O_EXCL
     try:
         control = system.open(wish.path, flags)
@@ -109,9 +120,28 @@ def _look(device: str, wish: Wish, system: System) -> FileStatus | None:
         return None
     except OSError as error:
         raise _unopened(device, wish.path, error) from error
-    if status.kind not in ("file", "block device"):
-        raise Unsupported(device, "open", f"{wish.path} is a {status.kind}; a file or a block device is needed")
+    if status.kind not in ("file", "block device", "character device"):
+        raise Unsupported(
+            device, "open", f"{wish.path} is a {status.kind}; a file, a block device or /dev/ngXnY (NVMe) is needed"
+        )
     return status
+
+
+def _question(medium: Medium, system: System) -> None:
+    """Ask the NVMe drive behind a block device who it is, if there is one; it works without."""
+    controllers = controllers_of(system, _queue_folder(medium.status)[0])
+    medium.target = replace(
+        medium.target, controllers=tuple(name for name in controllers if controller_state(system, name))
+    )
+    try:
+        medium.drive = Drive(replace(medium.target, fd=medium.control))
+    except DeviceError as error:
+        medium.why.append(f"the drive does not say who it is ({error})")
+    except OSError:
+        return  # no NVMe drive
+    address, node = place_of(system, medium.target.controllers)
+    medium.bus_address = medium.bus_address or address
+    medium.numa_node = node if medium.numa_node is None else medium.numa_node
 
 
 def _measure(device: str, wish: Wish, system: System, control: int, status: FileStatus, undo: ExitStack) -> int:
@@ -157,7 +187,7 @@ def _go_direct(medium: Medium, undo: ExitStack) -> str | None:
             return found
         undo.push(opened.pop_all())
     grid, memory_grid = found
-    medium.target = replace(target, grid=grid, memory_grid=memory_grid)
+    medium.target = replace(target, grid=grid, memory_grid=memory_grid, direct=True)
     medium.direct = True
     medium.capacity -= medium.capacity % max(grid, PAGE)
     return None

@@ -9,6 +9,10 @@ SINGLE_ISSUER and DEFER_TASKRUN (Linux 6.1) completions are also written in our 
 them from another core; then reading the tail before the entries needs the strong load order of x86-64, and elsewhere
 the ring is refused.
 
+A *wide* ring has entries of 128 bytes and completions of 32 (Linux 5.19): requests of a device's own, such as an NVMe
+command, travel in the second half. Buffers that were registered are named by an index, and the kernel need not look
+their pages up again for every transfer.
+
 Every wait carries a timeout (EXT_ARG, Linux 5.11); a kernel without it is refused as well, because a wait that nobody
 can end has no place here. liburing is not needed.
 """
@@ -21,10 +25,16 @@ import platform
 import struct
 from contextlib import suppress
 
+from tierloop.devices.drivers.nvme_commands import PAYLOAD
 from tierloop.devices.system import SYS_IO_URING_ENTER, SYS_IO_URING_SETUP, System, address_of
 
 SUBMISSION = struct.Struct("=BBHiQQIIQ24x")
 """opcode, flags, ioprio, fd, offset, address, nbytes, op_flags, user_data."""
+FIXED = struct.Struct("=BBHiQQIIQH22x")
+"""The same with the index of a registered buffer."""
+REQUEST = struct.Struct(f"=BBHiIIQIIQHHI{PAYLOAD.size}s8x")
+"""opcode, flags, ioprio, fd, request, padding, address, nbytes, request flags, user_data, buffer index, personality,
+file index; then what the device is told, here an NVMe command."""
 COMPLETION = struct.Struct("=QiI")
 """user_data, result, flags."""
 SETUP = struct.Struct("=7I3I10I10I")
@@ -33,9 +43,13 @@ head, tail, mask, entries, flags, dropped, array (the second: overflow, completi
 EXTENDED_WAIT = struct.Struct("=QIIQqq")
 """sigmask, its size, padding, address of the timeout; then the timeout in seconds and ns."""
 assert (SUBMISSION.size, COMPLETION.size, SETUP.size, EXTENDED_WAIT.size) == (64, 16, 120, 40)
+assert (FIXED.size, REQUEST.size) == (64, 128)
 
-FSYNC, ASYNC_CANCEL, READ, WRITE = 3, 14, 22, 23
+FSYNC, READ_FIXED, WRITE_FIXED, ASYNC_CANCEL, READ, WRITE, DEVICE_REQUEST = 3, 4, 5, 14, 22, 23, 46
 DATASYNC = 1
+SYS_IO_URING_REGISTER = 427
+REGISTER_BUFFERS, UNREGISTER_BUFFERS = 0, 1
+WIDE_ENTRIES, WIDE_COMPLETIONS = 1 << 10, 1 << 11
 SINGLE_ISSUER, DEFER_TASKRUN = 1 << 12, 1 << 13
 GETEVENTS, EXT_ARG = 1 << 0, 1 << 3
 FEATURE_SINGLE_MMAP, FEATURE_EXT_ARG = 1 << 0, 1 << 8
@@ -45,19 +59,20 @@ RINGS_OFFSET, ENTRIES_OFFSET = 0, 0x10000000
 class Ring:
     """The two rings of one io_uring instance; used by the thread that made it only."""
 
-    def __init__(self, system: System, entries: int) -> None:
+    def __init__(self, system: System, entries: int, wide: bool = False) -> None:
         """Raises OSError: ENOSYS (no io_uring), EPERM (disabled), ENOMEM (locked memory), EOPNOTSUPP (too old)."""
         self._system = system
-        self._fd, params = _setup(system, entries)
+        self._entry, self._answer = (128, 32) if wide else (SUBMISSION.size, COMPLETION.size)
+        self._fd, params = _setup(system, entries, wide)
         maps: list[mmap.mmap] = []
         try:
             if not params[5] & FEATURE_SINGLE_MMAP or not params[5] & FEATURE_EXT_ARG:
                 raise OSError(errno.EOPNOTSUPP, "this kernel's io_uring cannot wait with a timeout (Linux 5.11 can)")
             self.entries, self._cq_entries = params[0], params[1]
             sq, cq = params[10:20], params[20:30]
-            nbytes = max(sq[6] + 4 * self.entries, cq[5] + COMPLETION.size * self._cq_entries)
+            nbytes = max(sq[6] + 4 * self.entries, cq[5] + self._answer * self._cq_entries)
             maps.append(system.mmap(self._fd, nbytes, RINGS_OFFSET))
-            maps.append(system.mmap(self._fd, SUBMISSION.size * self.entries, ENTRIES_OFFSET))
+            maps.append(system.mmap(self._fd, self._entry * self.entries, ENTRIES_OFFSET))
         except OSError:
             for mapped in maps:
                 mapped.close()
@@ -69,6 +84,7 @@ class Ring:
         self._cq_at = cq[5]
         for i in range(self.entries):
             self._words[sq[6] // 4 + i] = i
+        self._registered = False
         self._wait = bytearray(EXTENDED_WAIT.size)
         self._wait_at = address_of(self._wait)
 
@@ -77,9 +93,41 @@ class Ring:
     ) -> None:
         """Write one submission; there must be room (`entries`, less those pushed and not yet taken by the kernel)."""
         tail = self._words[self._sq_tail]
-        at = (tail & (self.entries - 1)) * SUBMISSION.size
+        at = (tail & (self.entries - 1)) * self._entry
         SUBMISSION.pack_into(self._submissions, at, opcode, 0, 0, fd, offset, address, nbytes, op_flags, user_data)
         self._words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF
+
+    def push_fixed(
+        self, opcode: int, fd: int, offset: int, address: int, nbytes: int, user_data: int, index: int
+    ) -> None:
+        """As `push`, for memory inside the registered buffer of that index."""
+        tail = self._words[self._sq_tail]
+        at = (tail & (self.entries - 1)) * self._entry
+        FIXED.pack_into(self._submissions, at, opcode, 0, 0, fd, offset, address, nbytes, 0, user_data, index)
+        self._words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF
+
+    def push_request(self, fd: int, request: int, user_data: int, payload: bytes) -> None:
+        """As `push`, for a request of the device behind fd; the ring is wide."""
+        tail = self._words[self._sq_tail]
+        at = (tail & (self.entries - 1)) * self._entry
+        head = (DEVICE_REQUEST, 0, 0, fd, request, 0, 0, 0, 0, user_data, 0, 0, 0)
+        REQUEST.pack_into(self._submissions, at, *head, payload)
+        self._words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF
+
+    def register(self, buffers: list[tuple[int, int]]) -> None:
+        """Put (address, nbytes) each in the place of what was registered; nothing is in flight.
+
+        Raises OSError: ENOMEM (RLIMIT_MEMLOCK), EFAULT, EINVAL, EOPNOTSUPP (memory that cannot be pinned); then nothing
+        is registered any more.
+        """
+        if self._registered:
+            self._registered = False
+            self._system.syscall(SYS_IO_URING_REGISTER, self._fd, UNREGISTER_BUFFERS, 0, 0)
+        if buffers:
+            vectors = bytearray(struct.pack(f"={2 * len(buffers)}Q", *(word for pair in buffers for word in pair)))
+            call = (self._fd, REGISTER_BUFFERS, address_of(vectors), len(buffers))
+            self._system.syscall(SYS_IO_URING_REGISTER, *call)
+            self._registered = True
 
     def enter(self, wait_for: int, timeout_s: float) -> None:
         """Hand everything pushed to the kernel and wait for `wait_for` completions, at most timeout_s.
@@ -94,11 +142,11 @@ class Ring:
 
     def reap(self) -> list[tuple[int, int]]:
         """Take all completions that are there: (user_data, result) each."""
-        words, mask, at = self._words, self._cq_entries - 1, self._cq_at
+        words, mask, at, answer = self._words, self._cq_entries - 1, self._cq_at, self._answer
         head, tail = words[self._cq_head], words[self._cq_tail]
         taken = []
         while head != tail:
-            user_data, result, _ = COMPLETION.unpack_from(self._rings, at + (head & mask) * COMPLETION.size)
+            user_data, result, _ = COMPLETION.unpack_from(self._rings, at + (head & mask) * answer)
             taken.append((user_data, result))
             head = (head + 1) & 0xFFFFFFFF
         words[self._cq_head] = head
@@ -110,7 +158,7 @@ class Ring:
         back = []
         while head != tail:
             tail = (tail - 1) & 0xFFFFFFFF
-            entry = SUBMISSION.unpack_from(self._submissions, (tail & (self.entries - 1)) * SUBMISSION.size)
+            entry = SUBMISSION.unpack_from(self._submissions, (tail & (self.entries - 1)) * self._entry)
             back.append(entry[8])
         self._words[self._sq_tail] = tail
         return back
@@ -124,12 +172,13 @@ class Ring:
         self._submissions.close()
 
 
-def _setup(system: System, entries: int) -> tuple[int, tuple[int, ...]]:
+def _setup(system: System, entries: int, wide: bool) -> tuple[int, tuple[int, ...]]:
+    width = WIDE_ENTRIES | WIDE_COMPLETIONS if wide else 0
     for flags in (SINGLE_ISSUER | DEFER_TASKRUN, 0):
         if flags == 0 and platform.machine() not in ("x86_64", "AMD64"):
             break
         buffer = bytearray(SETUP.size)
-        SETUP.pack_into(buffer, 0, 0, 0, flags, *(0,) * 27)
+        SETUP.pack_into(buffer, 0, 0, 0, flags | width, *(0,) * 27)
         try:
             fd = system.syscall(SYS_IO_URING_SETUP, entries, address_of(buffer))
         except OSError as error:
@@ -137,6 +186,8 @@ def _setup(system: System, entries: int) -> tuple[int, tuple[int, ...]]:
                 raise
         else:
             return fd, SETUP.unpack(buffer)
+    if wide:
+        raise OSError(errno.EOPNOTSUPP, "this kernel's io_uring has no wide entries (Linux 5.19; off x86-64 6.1)")
     raise OSError(errno.EOPNOTSUPP, "this machine needs Linux 6.1 to use io_uring without memory barriers")
 
 
@@ -152,12 +203,16 @@ def refusal(system: System, error: OSError) -> str:
         else:
             advice = "a security policy forbids it (often the seccomp filter of a container)"
     elif error.errno == errno.ENOMEM:
-        lines = (_read(system, "/proc/self/limits") or "").splitlines()
-        limit = next((line.split()[3] for line in lines if line.startswith("Max locked memory")), "unknown")
-        advice = f"no memory for the rings; the limit on locked memory is {limit} bytes (`ulimit -l`)"
+        advice = f"no memory for the rings; the limit on locked memory is {locked_limit(system)} bytes (`ulimit -l`)"
     else:
         advice = str(error)
     return f"io_uring is refused ({name}): {advice}"
+
+
+def locked_limit(system: System) -> str:
+    """How many bytes this process may lock (RLIMIT_MEMLOCK), as the kernel says it."""
+    lines = (_read(system, "/proc/self/limits") or "").splitlines()
+    return next((line.split()[3] for line in lines if line.startswith("Max locked memory")), "unknown")
 
 
 def _read(system: System, path: str) -> str | None:

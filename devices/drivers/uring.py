@@ -1,5 +1,7 @@
 """The engine that keeps many transfers in flight from one thread, on an io_uring (ring.py).
 
+What differs between files and NVMe passthrough stands in `Entries`: `FileEntries` here, `passthrough.CommandEntries`.
+
 Each piece has a slot until all of it is moved: what comes back short or with EAGAIN is handed in again before the next
 wait. When nothing comes back within the deadline, the transfers are withdrawn or cancelled; if the kernel does not let
 go of them, the engine is kept for ever, because its memory may still be written to.
@@ -11,8 +13,9 @@ import ctypes
 import errno
 import mmap
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -29,8 +32,19 @@ from tierloop.devices.drivers.engines import (
     unsynced,
 )
 from tierloop.devices.drivers.pieces import Pieces
-from tierloop.devices.drivers.ring import ASYNC_CANCEL, DATASYNC, FSYNC, READ, WRITE, Ring
+from tierloop.devices.drivers.registered import Registrations
+from tierloop.devices.drivers.ring import (
+    ASYNC_CANCEL,
+    DATASYNC,
+    FSYNC,
+    READ,
+    READ_FIXED,
+    WRITE,
+    WRITE_FIXED,
+    Ring,
+)
 from tierloop.devices.errors import DeviceError, NoPermission, ProtocolError, Timeout, Unsupported
+from tierloop.devices.regions import Region
 from tierloop.devices.system import address_of, from_os
 
 _AGAIN = (0, errno.EINTR, errno.EAGAIN, errno.EBUSY)
@@ -42,9 +56,11 @@ _BOUNCE_SLOTS = 16
 _ABANDONED: list[UringEngine] = []
 """Engines with transfers that the kernel did not give back: their memory is kept until the process ends."""
 
+_NO_BUFFER = -1
+
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
     """A piece in flight: what the kernel is asked for next, and `host`, `whole`: the caller's address and size."""
 
     offset: int
@@ -55,35 +71,120 @@ class _Flight:
     tries: int = 0
 
 
+class Entries(Protocol):
+    """How the transfers of one kind of descriptor stand in a ring, and what their results mean.
+
+    `wide`: the ring needs entries of 128 bytes. `counts_bytes`: a result that is not negative is the number of bytes
+    moved; otherwise 0 stands for all of them, and any other number is an error.
+    """
+
+    wide: bool
+    counts_bytes: bool
+
+    def transfer(self, ring: Ring, write: bool, flight: Flight, slot: int, buffer: int) -> None:
+        """Push one transfer; `buffer` is the index of the registered buffer that its memory lies in, or negative."""
+
+    def sync(self, ring: Ring) -> bool:
+        """Push, as user data 0, what makes finished writes durable; False if nothing is needed for that."""
+
+    def refusal(self, op: str, result: int, offset: int, nbytes: int, tries: int) -> tuple[DeviceError, bool]:
+        """The error that a result stands for, and whether the same transfer may be tried again after so many tries."""
+
+    def unsynced(self, result: int, tries: int) -> tuple[DeviceError, bool]:
+        """The same for `sync`."""
+
+
+class FileEntries:
+    """Files and block devices: READ and WRITE, FSYNC with DATASYNC."""
+
+    wide = False
+    counts_bytes = True
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def transfer(self, ring: Ring, write: bool, flight: Flight, slot: int, buffer: int) -> None:
+        fd, offset, address, left = self._target.fd, flight.offset, flight.address, flight.left
+        if buffer < 0:
+            ring.push(WRITE if write else READ, fd, offset, address, left, slot)
+        else:
+            ring.push_fixed(WRITE_FIXED if write else READ_FIXED, fd, offset, address, left, slot, buffer)
+
+    def sync(self, ring: Ring) -> bool:
+        ring.push(FSYNC, self._target.fd, 0, 0, 0, 0, op_flags=DATASYNC)
+        return True
+
+    def refusal(self, op: str, result: int, offset: int, nbytes: int, tries: int) -> tuple[DeviceError, bool]:
+        return lost(self._target, op, -result, offset, nbytes), -result in (errno.EAGAIN, errno.EINTR)
+
+    def unsynced(self, result: int, tries: int) -> tuple[DeviceError, bool]:
+        return unsynced(self._target, -result), -result in (errno.EAGAIN, errno.EINTR)
+
+
 class UringEngine:
     """Keeps up to `depth` pieces in flight; each has a slot until all of it is moved."""
 
-    def __init__(self, target: Target, depth: int) -> None:
-        """Raises OSError if there is no ring or it cannot read, DeviceError or Stuck if the medium fails a read."""
+    def __init__(
+        self,
+        target: Target,
+        depth: int,
+        entries: Entries | None = None,
+        register_nbytes: int = 0,
+        registered: Callable[[Region], None] | None = None,
+    ) -> None:
+        """`register_nbytes` of memory are registered with the ring at most, and `registered` hears of each region.
+
+        Raises OSError if there is no ring or it cannot read, DeviceError or Stuck if the medium fails a read.
+        """
         self.counts = Counts()
         self._target = target
-        self._ring = Ring(target.system, depth)
+        self._entries = entries or FileEntries(target)
+        self._ring = Ring(target.system, depth, self._entries.wide)
+        self._buffers = Registrations(target, self._ring, register_nbytes, registered) if register_nbytes else None
+        self._buffer = _NO_BUFFER
         self._depth = min(depth, self._ring.entries)
         self._bounce: mmap.mmap | None = None
         self._bounce_at = 0
-        self._flying: dict[int, _Flight] = {}
+        self._flying: dict[int, Flight] = {}
         try:
             self._self_test()
         except (OSError, DeviceError):
             self._ring.close()
             raise
 
+    @property
+    def refusals(self) -> list[str]:
+        """Why memory could not be registered."""
+        return self._buffers.refusals if self._buffers else []
+
+    def expect(self, region: Region) -> None:
+        if self._buffers is not None:
+            self._buffer = self._buffers.of(region)
+
     def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
-        target, flying = self._target, self._flying
-        op, opcode = ("write", WRITE) if write else ("read", READ)
+        buffer, self._buffer = self._buffer, _NO_BUFFER
+        try:
+            self._transfer(pieces, write, ordered, buffer)
+        finally:
+            if self._buffers is not None:
+                self.counts.unregistered = self._buffers.refused
+
+    def _transfer(self, pieces: Pieces, write: bool, ordered: bool, buffer: int) -> None:
+        target, flying, entries, ring = self._target, self._flying, self._entries, self._ring
+        op = "write" if write else "read"
+        by_bytes = entries.counts_bytes
         bounced = bool(np.bitwise_or.reduce(pieces[:, 1]) & (target.memory_grid - 1))
         if bounced and self._bounce is None:
             self._bounce = room(target, _BOUNCE_SLOTS * LARGEST_TRANSFER)
             self._bounce_at = address_of(self._bounce)
+        if bounced and self._buffers is not None:
+            buffer = self._buffers.bounce(self._bounce_at, _BOUNCE_SLOTS * LARGEST_TRANSFER)
+        elif buffer >= 0 and np.bitwise_or.reduce(pieces[:, 1]) & (target.grid - 1):
+            buffer = _NO_BUFFER  # Linux wants every page's share of registered memory to be whole blocks
         depth = 1 if ordered else min(self._depth, _BOUNCE_SLOTS) if bounced else self._depth
         free = list(range(depth))
         waiting = deque(pieces.tolist())
-        again: list[tuple[int, _Flight]] = []
+        again: list[tuple[int, Flight]] = []
         failed: DeviceError | None = None
         while True:
             if failed is None and target.stop.is_set():
@@ -94,13 +195,14 @@ class UringEngine:
                     again.append((slot, self._take_off(slot, waiting.popleft(), bounced, write)))
                 for slot, flight in again:
                     flying[slot] = flight
-                    self._ring.push(opcode, target.fd, flight.offset, flight.address, flight.left, slot)
+                    entries.transfer(ring, write, flight, slot, buffer)
             again.clear()
             if not flying:
                 break
             for slot, flight, result in self._wait(op, len(flying) // 4 or 1):
-                if result == flight.left:
+                if result == (flight.left if by_bytes else 0):
                     self._land(slot, flight, bounced, write)
+                    self.counts.fixed += buffer >= 0
                     free.append(slot)
                     continue
                 error = self._continue(flight, result, op)
@@ -115,16 +217,17 @@ class UringEngine:
 
     def sync(self) -> None:
         for tries in range(1, self._target.retries + 2):
-            self._flying[0] = _Flight(0, 0, 0, 0, 0)
-            self._ring.push(FSYNC, self._target.fd, 0, 0, 0, 0, op_flags=DATASYNC)
-            ((_, _, result),) = self._wait("flush", 1)
-            if result >= 0:
+            if not self._entries.sync(self._ring):
                 return
-            if -result not in (errno.EAGAIN, errno.EINTR):
-                raise unsynced(self._target, -result)
+            self._flying[0] = Flight(0, 0, 0, 0, 0)
+            ((_, _, result),) = self._wait("flush", 1)
+            if result == 0 or (result > 0 and self._entries.counts_bytes):
+                return
+            error, again = self._entries.unsynced(result, tries - 1)
+            if not again or tries > self._target.retries:
+                raise error
             self.counts.retried += 1
             back_off(self._target, tries)
-        raise unsynced(self._target, errno.EAGAIN)
 
     def close(self) -> None:
         self._ring.close()
@@ -139,53 +242,46 @@ class UringEngine:
             raise OSError(error.errno or errno.EOPNOTSUPP, f"a first read failed: {error.detail}") from error
         self.counts = Counts()
 
-    def _take_off(self, slot: int, piece: list[int], bounced: bool, write: bool) -> _Flight:
+    def _take_off(self, slot: int, piece: list[int], bounced: bool, write: bool) -> Flight:
         offset, host, nbytes = piece
         if not bounced:
-            return _Flight(offset, host, nbytes, host, nbytes)
+            return Flight(offset, host, nbytes, host, nbytes)
         address = self._bounce_at + slot * LARGEST_TRANSFER
         if write:
             ctypes.memmove(address, host, nbytes)
-        return _Flight(offset, address, nbytes, host, nbytes)
+        return Flight(offset, address, nbytes, host, nbytes)
 
-    def _land(self, slot: int, flight: _Flight, bounced: bool, write: bool) -> None:
-        self._count(write, flight.left)
+    def _land(self, slot: int, flight: Flight, bounced: bool, write: bool) -> None:
+        self.counts.moved(write, flight.left, self._target.direct)
         if bounced:
             self.counts.bounced_nbytes += flight.whole
             if not write:
                 ctypes.memmove(flight.host, self._bounce_at + slot * LARGEST_TRANSFER, flight.whole)
 
-    def _count(self, write: bool, nbytes: int) -> None:
-        counts = self.counts
-        counts.transfers += 1
-        if write:
-            counts.written_nbytes += nbytes
-        else:
-            counts.read_nbytes += nbytes
-
-    def _continue(self, flight: _Flight, result: int, op: str) -> DeviceError | None:
+    def _continue(self, flight: Flight, result: int, op: str) -> DeviceError | None:
         """A transfer that failed or stopped short: set it up for what is left, or say why not."""
         target, offset, left = self._target, flight.offset, flight.left
+        if result < 0 or not self._entries.counts_bytes:
+            error, again = self._entries.refusal(op, result, offset, left, flight.tries)
+            if not again or flight.tries >= target.retries:
+                return error
+            self.counts.retried += 1
+            flight.tries += 1
+            return None
         if result > left:
             return ProtocolError(target.device, op, f"{result} bytes moved where {left} were asked for")
-        if result < 0 and -result not in (errno.EAGAIN, errno.EINTR):
-            return lost(target, op, -result, offset, left)
         if result == 0:
             return ran_dry(target, op, offset, left)
-        step = 0
-        if result > 0:
-            self._count(op == "write", result)
-            self.counts.resumed += 1
-            step = result // target.grid * target.grid
-        else:
-            self.counts.retried += 1
+        self.counts.moved(op == "write", result, target.direct)
+        self.counts.resumed += 1
+        step = result // target.grid * target.grid
         flight.tries = 0 if step else flight.tries + 1
         if flight.tries > target.retries:
-            return ran_dry(target, op, offset, left) if result > 0 else lost(target, op, -result, offset, left)
+            return ran_dry(target, op, offset, left)
         flight.offset, flight.address, flight.left = offset + step, flight.address + step, left - step
         return None
 
-    def _wait(self, op: str, wait_for: int) -> list[tuple[int, _Flight, int]]:
+    def _wait(self, op: str, wait_for: int) -> list[tuple[int, Flight, int]]:
         """Enter until at least one transfer has come back: (slot, flight, result). Raises Timeout or Stuck."""
         tries = 0
         while True:
@@ -203,7 +299,7 @@ class UringEngine:
             self.counts.retried += 1
             back_off(self._target, tries)
 
-    def _reap(self) -> list[tuple[int, _Flight, int]]:
+    def _reap(self) -> list[tuple[int, Flight, int]]:
         back = []
         for user_data, result in self._ring.reap():
             flight = self._flying.pop(user_data, None)

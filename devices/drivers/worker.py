@@ -147,7 +147,7 @@ class Worker:
         side, spans = self._side(segment), segment.spans.array
         pieces = joined(contiguous(spans, side.base, address))
         if side.medium:
-            engine.transfer(split(pieces, LARGEST_TRANSFER), write, ordered=write and overlapping(spans))
+            engine.transfer(split(pieces, self._target.largest), write, ordered=write and overlapping(spans))
         else:
             _move_within_host(pieces, to_address=not write)
 
@@ -157,7 +157,8 @@ class Worker:
             own, host = (source, target) if source.medium else (target, source)
             pieces = joined(paired(own.segment.spans.array, own.base, host.segment.spans.array, host.base))
             if on_grid(pieces, self._target.grid):
-                engine.transfer(split(pieces, LARGEST_TRANSFER), write=target.medium)
+                engine.expect(host.segment.region)
+                engine.transfer(split(pieces, self._target.largest), write=target.medium)
                 return
         elif not source.medium:
             spans, others = source.segment.spans.array, target.segment.spans.array
@@ -191,7 +192,7 @@ class Worker:
                 mine = pieces[low:high].copy()
                 mine[:, 1] += address - start
                 if side.medium:
-                    engine.transfer(split(joined(mine), LARGEST_TRANSFER), write=not into_window)
+                    engine.transfer(split(joined(mine), self._target.largest), write=not into_window)
                 else:
                     _move_within_host(mine, to_address=into_window)
 

@@ -1,0 +1,180 @@
+"""NVMe drives as sysfs shows them: controllers, their namespaces, and who uses them.
+
+Nothing is opened here. Names are no identity: a drive may be nvme0 today and nvme1 tomorrow, so a drive is looked up by
+its serial number. `in_use` is what stands between a driver and somebody else's file system.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierloop.devices.system import System, resolved
+
+_GENERIC = re.compile(r"ng(\d+)n(\d+)")
+_FACTS = ("model", "serial", "firmware_rev", "state", "transport", "address")
+_STATES = {
+    "resetting": "it is being reset; try again when it is live",
+    "connecting": "it is connecting; try again when it is live",
+    "new": "it has not been set up yet",
+    "deleting": "it is being removed",
+    "dead": "it does not answer any more; the kernel's log says why, and a reset or a new slot may help",
+}
+
+
+@dataclass(frozen=True)
+class NvmeNamespace:
+    """A namespace: its nodes (None where there is none), size in bytes, and why nobody may overwrite it ("": free)."""
+
+    name: str
+    generic: str | None
+    block: str | None
+    nbytes: int
+    in_use: str
+
+
+@dataclass(frozen=True)
+class NvmeController:
+    """A controller; `state` live, resetting, connecting, deleting, dead …, `numa_node` None if it is not known."""
+
+    controller: str
+    model: str
+    serial: str
+    firmware: str
+    state: str
+    transport: str
+    bus_address: str
+    numa_node: int | None
+    namespaces: tuple[NvmeNamespace, ...]
+
+
+def nvme_drives(system: System) -> list[NvmeController]:
+    """All controllers that the kernel has, in the order of their names."""
+    return [_drive(system, name) for name in names_in(system, "/sys/class/nvme")]
+
+
+def state_advice(controller: str, state: str) -> str:
+    """What a controller's state means for whoever wants to use it; empty if it is live or unsaid."""
+    if state in ("", "live"):
+        return ""
+    return f"{controller} is {state}: {_STATES.get(state, 'it cannot be used now')}"
+
+
+def block_name(generic: str) -> str | None:
+    """The block device that stands for the same namespace as ngXnY; None if that is no such name."""
+    found = _GENERIC.fullmatch(generic)
+    return f"nvme{found[1]}n{found[2]}" if found else None
+
+
+def controllers_of(system: System, folder: str) -> list[str]:
+    """The controllers that a node of a namespace (its folder in sysfs) is reached through; several under multipath."""
+    folder = resolved(system, folder)
+    parent = _linked(system, f"{folder}/device") or posixpath.dirname(folder)
+    name = posixpath.basename(parent)
+    if re.fullmatch(r"nvme\d+", name):
+        return [name]
+    return [each for each in names_in(system, parent) if re.fullmatch(r"nvme\d+", each)]
+
+
+def in_use(system: System, folder: str) -> str:
+    """Why nobody may overwrite the disk or partition that a folder of sysfs describes; empty if nothing is known."""
+    folder = resolved(system, folder)
+    name = posixpath.basename(folder)
+    parts = [part for part in names_in(system, folder) if _text(system, f"{folder}/{part}/partition")]
+    numbers = {_text(system, f"{place}/dev"): posixpath.basename(place) for place in [folder, *_in(folder, parts)]}
+    numbers.pop("", None)
+    nodes = {f"/dev/{each}" for each in (name, *parts)}
+    for line in _text(system, "/proc/self/mountinfo").splitlines():
+        words = line.split()
+        source = words[words.index("-") + 2] if "-" in words and len(words) > words.index("-") + 2 else ""
+        if len(words) > 4 and (words[2] in numbers or source in nodes):
+            return f"{numbers.get(words[2], posixpath.basename(source))} is mounted at {words[4]}"
+    for line in _text(system, "/proc/swaps").splitlines():
+        if line.split(" ", 1)[0] in nodes:
+            return f"{posixpath.basename(line.split(' ', 1)[0])} is swapped to"
+    for place in [folder, *_in(folder, parts)]:
+        holders = names_in(system, f"{place}/holders")
+        if holders:
+            return f"{posixpath.basename(place)} is held by {', '.join(holders)}"
+    return ""
+
+
+def names_in(system: System, folder: str) -> list[str]:
+    """The names in a folder; none if it is not there."""
+    try:
+        return system.listdir(folder)
+    except OSError:
+        return []
+
+
+def number_in(system: System, path: str) -> int | None:
+    """A whole number that is not negative, from a file of sysfs."""
+    said = _text(system, path)
+    return int(said) if said.isdecimal() else None
+
+
+def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, int | None]:
+    """(bus address, NUMA node) of the first of some controllers; None where sysfs does not say."""
+    if not controllers:
+        return None, None
+    folder = f"/sys/class/nvme/{controllers[0]}"
+    return _text(system, f"{folder}/address") or None, number_in(system, f"{folder}/numa_node")
+
+
+def _drive(system: System, controller: str) -> NvmeController:
+    folder = f"/sys/class/nvme/{controller}"
+    names = set()
+    for generic in names_in(system, "/sys/class/nvme-generic"):
+        block = block_name(generic)
+        if block and controller in controllers_of(system, f"/sys/class/nvme-generic/{generic}"):
+            names.add(block)
+    for block in names_in(system, "/sys/block"):
+        if re.fullmatch(rf"{controller}n\d+", block):
+            names.add(block)
+    fact = {name: _text(system, f"{folder}/{name}").strip() for name in _FACTS}
+    return NvmeController(
+        controller=controller,
+        model=fact["model"],
+        serial=fact["serial"],
+        firmware=fact["firmware_rev"],
+        state=fact["state"],
+        transport=fact["transport"],
+        bus_address=fact["address"],
+        numa_node=number_in(system, f"{folder}/numa_node"),
+        namespaces=tuple(_namespace(system, name) for name in sorted(names)),
+    )
+
+
+def _namespace(system: System, name: str) -> NvmeNamespace:
+    generic = name.replace("nvme", "ng", 1)
+    there = generic in names_in(system, "/sys/class/nvme-generic")
+    has_block = name in names_in(system, "/sys/block")
+    return NvmeNamespace(
+        name,
+        f"/dev/{generic}" if there else None,
+        f"/dev/{name}" if has_block else None,
+        512 * (number_in(system, f"/sys/block/{name}/size") or 0),
+        in_use(system, f"/sys/block/{name}") if has_block else "",
+    )
+
+
+def _in(folder: str, names: list[str]) -> list[str]:
+    return [f"{folder}/{name}" for name in names]
+
+
+def _linked(system: System, path: str) -> str | None:
+    """Where a link leads, or None if it is none."""
+    try:
+        system.readlink(path)
+    except OSError:
+        return None
+    return resolved(system, path)
+
+
+def _text(system: System, path: str) -> str:
+    try:
+        return system.read_text(path)
+    except (OSError, UnicodeDecodeError):
+        return ""

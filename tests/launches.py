@@ -85,15 +85,19 @@ def every_kernel(dtype: DType = "float32") -> dict[str, Launch]:
     return {one.args.kernel: one for one in launches}
 
 
-def carry_out(clock: Clock, device: Device, launch: Launch) -> list[NDArray[np.uint8]]:
-    """Put a launch's regions on a device, run it there, and read what it wrote: one array for each write operand."""
+def carry_out(clock: Clock, device: Device, launch: Launch, memory: Device | None = None) -> list[NDArray[np.uint8]]:
+    """Put a launch's regions on a device, run it there, and read what it wrote: one array for each write operand.
+
+    With `memory` the regions are that device's, which has to be reached by the one that runs it.
+    """
+    owner = memory or device
     there: dict[int, Region] = {}
 
     def moved(operand: Operand) -> Operand:
         segments = []
         for one, spans in operand:
             if one.id not in there:
-                there[one.id] = device.alloc(max(one.nbytes, 1))
+                there[one.id] = owner.alloc(max(one.nbytes, 1))
                 if one.nbytes:
                     write_bytes(clock, device, there[one.id].at(0, one.nbytes), bytes_of(one))
             segments.append(Segment(there[one.id], spans))
@@ -103,5 +107,5 @@ def carry_out(clock: Clock, device: Device, launch: Launch) -> list[NDArray[np.u
     wait(clock, device.submit(Launch(launch.args, reads, writes)))
     results = [np.concatenate([read_bytes(clock, device, segment) for segment in operand]) for operand in writes]
     for one in there.values():
-        device.free(one)
+        owner.free(one)
     return results

@@ -35,6 +35,7 @@ from tierloop.devices.commands import (
     VERBS,
     Command,
     Copy,
+    Flush,
     Launch,
     Read,
     Traffic,
@@ -45,9 +46,12 @@ from tierloop.devices.commands import (
 )
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
+from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.arena import Arena
 from tierloop.devices.drivers.cpu_options import CpuOptions, read_options
 from tierloop.devices.drivers.cpu_pages import Pages
+from tierloop.devices.drivers.cxl_flush import Flushes
+from tierloop.devices.drivers.cxl_rates import stated_paths
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.failures import as_device_error
 from tierloop.devices.drivers.numa import PAGE as PAGE
@@ -56,7 +60,7 @@ from tierloop.devices.drivers.numa_tiering import tiering
 from tierloop.devices.drivers.numa_topology import shown
 from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Unsupported
 from tierloop.devices.host_speed import host_speed
-from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo
+from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo, Path
 from tierloop.devices.kernels import MICROKERNEL, contract, copy_bytes, run, warm_up
 from tierloop.devices.placement import Placements, memory_nodes
 from tierloop.devices.queues import QueueSet
@@ -87,6 +91,7 @@ class Cpu:
         self._arena = Arena(name, self._memory, options.page)
         self._placements = Placements.of(site)
         self._costs = Costs({})
+        self._flushes = Flushes.of(site)
         self._lines: list[SimpleQueue[Completion | None]] = [SimpleQueue() for _ in range(options.queues)]
         self._workers: dict[int, threading.Thread] = {}
         self._queues = QueueSet(name, options.queues, DEPTH, site, self._start)
@@ -100,7 +105,7 @@ class Cpu:
     @cached_property
     def info(self) -> DeviceInfo:
         """Made when it is asked for first: the other memories of the platform are known by then."""
-        options, nodes = self._options, memory_nodes(self._site)
+        options = self._options
         executor = ExecutorInfo(
             name="cores",
             kind="cores",
@@ -108,10 +113,7 @@ class Cpu:
             verbs=frozenset(VERBS.values()),
             kernels=contract.KERNELS,
             dtypes=contract.DTYPES,
-            paths=tuple(
-                options.topology.path(options.cores, reached, nodes.get(reached))
-                for reached in (self._name, *options.reaches)
-            ),
+            paths=tuple(self._path(reached) for reached in (self._name, *options.reaches)),
             depth=DEPTH,
         )
         return DeviceInfo(
@@ -179,6 +181,12 @@ class Cpu:
             if stuck:
                 raise Timeout(self._name, "close", f"{', '.join(stuck)} still ran a command after {CLOSE_TIMEOUT_S} s")
 
+    def _path(self, memory: str) -> Path:
+        """How the cores reach a memory: as the firmware says of its node, else as its own driver says."""
+        options = self._options
+        known = options.topology.path(options.cores, memory, memory_nodes(self._site).get(memory))
+        return known if known != Path(memory, 0, 0, 0) else stated_paths(self._site).get(memory, known)
+
     def _check(self, command: Command, queue: int) -> Traffic:
         self._arena.alive(verb(command))
         traffic = check(self.info, command, queue)
@@ -207,6 +215,7 @@ class Cpu:
             flops, error = 0, None
             try:
                 flops = self._carry_out(completion.command)
+                guard.check(self._name, completion.command)
             except BaseException as wrong:
                 error = as_device_error(self._name, verb(completion.command), wrong)
             self._clock.post(self._ended, completion, flops, error)
@@ -217,6 +226,8 @@ class Cpu:
             return run(command, _bytes_of, self._options.threads)
         if isinstance(command, (Read, Write, Copy)):
             copy_bytes(command, _bytes_of)
+        elif isinstance(command, Flush):
+            self._flushes.carry_out(command)
         return 0
 
     def _ended(self, completion: Completion, flops: int, error: DeviceError | None) -> None:

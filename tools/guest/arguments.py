@@ -68,7 +68,7 @@ def command_line(machine: Machine, files: Files, choices: Choices) -> list[str]:
         *_kernel(files, choices),
         *_shares(files),
         *_network(files),
-        *(word for drive in machine.drives for word in _drive(drive, files)),
+        *(word for slot, drive in enumerate(machine.drives, 32) for word in _drive(drive, files, slot)),
         *_cxl(machine),
         *_globals(),
         *choices.qemu_words,
@@ -147,7 +147,7 @@ def _network(files: Files) -> Iterator[str]:
     yield from _device("virtio-net-pci", netdev="net", bus="pcie.0", romfile="")
 
 
-def _drive(drive: Drive, files: Files) -> Iterator[str]:
+def _drive(drive: Drive, files: Files, slot: int) -> Iterator[str]:
     name = drive.serial
     yield from _object("throttle-group", f"limits-{name}", limits=limits(drive.mib_per_s << 20, drive.iops))
     file = {"driver": "file", "filename": str(files.image(drive)), "node-name": f"file-{name}", "aio": "threads"}
@@ -160,12 +160,26 @@ def _drive(drive: Drive, files: Files) -> Iterator[str]:
         below = f"fault-{name}"
         yield from _block(faulty_node(below, drive.serial, drive.error_sectors))
     yield from _block({"driver": "raw", "node-name": f"top-{name}", "file": below})
-    bus = "pcie.0"
     if drive.hotplug:
-        bus = f"port-{name}"
-        slot = 32 + sum(name.encode()) % 64
-        yield from _device("pcie-root-port", id=bus, bus="pcie.0", chassis=slot, slot=slot)
-    yield from _device("nvme", id=f"drive-{name}", drive=f"top-{name}", serial=name, bus=bus)
+        yield from _device("pcie-root-port", id=f"port-{name}", bus="pcie.0", chassis=slot, slot=slot)
+    yield from _device(**drive_device(drive))
+
+
+def drive_device(drive: Drive) -> dict[str, Any]:
+    """A drive as QEMU's device, at the start and when it is plugged in again.
+
+    `share-rw`: QEMU lets go of the block nodes of a drive that was pulled out some time later.
+    """
+    name = drive.serial
+    bus = f"port-{name}" if drive.hotplug else "pcie.0"
+    return {
+        "driver": "nvme",
+        "id": f"drive-{name}",
+        "drive": f"top-{name}",
+        "serial": name,
+        "bus": bus,
+        "share-rw": True,
+    }
 
 
 def limits(bytes_per_s: int, iops: int) -> dict[str, int]:
@@ -176,8 +190,7 @@ def limits(bytes_per_s: int, iops: int) -> dict[str, int]:
 def faulty_node(name: str, serial: str, sectors: Sequence[int]) -> dict[str, Any]:
     """A block node in which reads of these sectors of 512 B fail, for ever."""
     rules = [
-        {"event": "none", "iotype": "read", "errno": _READ_ERROR, "sector": sector, "once": False, "immediately": False}
-        for sector in sectors
+        {"event": "none", "iotype": "read", "errno": _READ_ERROR, "sector": sector, "once": False} for sector in sectors
     ]
     return {"driver": "blkdebug", "node-name": name, "image": f"limit-{serial}", "inject-error": rules}
 

@@ -101,6 +101,52 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
+@guest.command("test", context_settings={"ignore_unknown_options": True})
+def check(
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for pytest, after --.")] = None,
+    machine: MachineName = "three-nodes",
+    limit_s: LimitS = 900,
+    results_folder: ResultsFolder = None,
+    accelerator: Accelerator = "tcg",
+    kernel_words: KernelWords = None,
+    qemu_words: QemuWords = None,
+    qemu: Qemu = "",
+    as_json: options.AsJson = False,
+) -> None:
+    """Run the tests of real drivers in a guest. Exit code 1 where one fails, or where the guest gives no result."""
+    from tierloop.tools.guest import testing
+    from tierloop.tools.guest.arguments import Choices
+    from tierloop.tools.guest.machine import load
+    from tierloop.tools.guest.places import places
+
+    rig, described = places(), load(machine)
+    layers = rig.needed()
+    choices = Choices(
+        accelerator=accelerator,
+        kernel_words=tuple(kernel_words or ()),
+        qemu_words=tuple(qemu_words or ()),
+        qemu=qemu,
+    )
+    folder = _writable(results_folder or rig.root / "results")
+    assert folder is not None
+    verdict = testing.run_tests(
+        rig,
+        described,
+        folder,
+        limit_s=limit_s,
+        choices=choices,
+        arguments=tuple(arguments or ()),
+        silent=as_json,
+    )
+    _tell(verdict.outcome)
+    if as_json:
+        with results(as_json) as shown:
+            shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
+    elif verdict.found is None and verdict.outcome.status is not None:
+        say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
+    raise typer.Exit(0 if verdict.good else 1)
+
+
 @guest.command("shell")
 def shell(
     machine: MachineName = "three-nodes",

@@ -75,9 +75,10 @@ class Cxl:
 
 @dataclass(frozen=True)
 class Machine:
-    """All of it. `distances` holds every pair once, smaller number first."""
+    """All of it. `distances` holds every pair once, smaller number first; `origin` is what `load` takes for it."""
 
     name: str
+    origin: str
     about: str
     nodes: tuple[Node, ...]
     distances: tuple[tuple[int, int, int], ...]
@@ -122,10 +123,10 @@ def load(name: str) -> Machine:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"guest machine {path}: {error}") from error
-    return parse(text, path.stem)
+    return parse(text, path.stem, str(path.absolute()))
 
 
-def parse(text: str, name: str) -> Machine:
+def parse(text: str, name: str, origin: str = "") -> Machine:
     """The machine that a text describes. Raises ConfigurationError naming the entry that is wrong."""
     where = f"guest machine {name}"
     try:
@@ -141,6 +142,7 @@ def parse(text: str, name: str) -> Machine:
     numbers: dict[int | str, int] = {node.id: node.id for node in nodes} | {one.bridge: one.port_node for one in cxl}
     return Machine(
         name=name,
+        origin=origin,
         about=about,
         nodes=nodes,
         distances=_distances(where, _tables(where, told, "distance"), numbers),

@@ -97,7 +97,7 @@ def started(
     environment: dict[str, str] | None = None,
 ) -> Iterator[Guest]:
     """A guest that boots and runs the command; it is killed where it still runs at the end."""
-    layers = places.needed()
+    places.needed()
     check(machine, choices)
     places.runs.mkdir(parents=True, exist_ok=True)
     with (
@@ -113,7 +113,6 @@ def started(
             yield Guest(files, process)
         finally:
             end(process)
-            del layers
 
 
 def watch(
@@ -122,7 +121,6 @@ def watch(
     *,
     silent: bool = False,
     while_running: Callable[[Guest], None] | None = None,
-    boot_s: float = _BOOT_S,
 ) -> Outcome:
     """Wait for the end of a guest, passing on what its command prints."""
     run_folder, process = guest.files.run, guest.process
@@ -144,8 +142,8 @@ def watch(
             return _outcome(guest, ready_at, now)
         if now > limit_s:
             return _stopped(guest, f"still running after {limit_s:g} s", ready_at, now)
-        if ready_at is None and now > boot_s:
-            return _stopped(guest, f"hangs: it did not get ready within {boot_s:g} s", ready_at, now)
+        if ready_at is None and now > _BOOT_S:
+            return _stopped(guest, f"hangs: it did not get ready within {_BOOT_S:g} s", ready_at, now)
         time.sleep(_POLL_S)
 
 
@@ -240,7 +238,12 @@ def _prepare(
         "DRIVES": str(len(machine.drives)),
         "INTERACTIVE": "yes" if choices.interactive else "",
     }
-    exported = {"TIERLOOP_GUEST_QMP": GUEST_QMP, "TIERLOOP_GUEST_PYVERBS": f"/{PYVERBS}", **environment}
+    exported = {
+        "TIERLOOP_GUEST_QMP": GUEST_QMP,
+        "TIERLOOP_GUEST_MACHINE": machine.origin,
+        "TIERLOOP_GUEST_PYVERBS": f"/{PYVERBS}",
+        **environment,
+    }
     lines = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exported.items()]
     (files.run / "settings").write_text("\n".join(lines) + "\n")

@@ -69,11 +69,16 @@ def open_on(site: Site, way: str, serial: str, **options: object) -> NvmeDevice:
 
 @pytest.fixture
 def breaking(machine: Machine, hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
-    """A drive that can be pulled out and has lost nothing yet; it is mended behind each test."""
+    """A drive that can be pulled out and has lost nothing yet; it is mended and plugged in anew behind each test.
+
+    Anew, because a driver that gave a hung drive up keeps its descriptor, and with it its claim, until it exits.
+    """
     monkeypatch.setattr(faults, "ROUNDS", ROUNDS)
     drive = next(drive for drive in machine.drives if drive.hotplug)
     hardware.lose(drive.serial, ())
     yield drive
+    hardware.restore(drive.serial)
+    hardware.unplug(drive.serial)
     hardware.restore(drive.serial)
     block_path(drive.serial, APPEARS_S)
 

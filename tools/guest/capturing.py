@@ -10,6 +10,8 @@ captures of one machine differ little. `python -m tierloop.tools.guest.capturing
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import posixpath
 import re
@@ -27,6 +29,7 @@ from tierloop.devices.drivers.nvme_commands import (
     NvmeCommand,
     get_log,
     identify,
+    issue,
 )
 from tierloop.devices.drivers.nvme_drives import nvme_drives
 from tierloop.devices.system import HOST
@@ -67,7 +70,9 @@ def tree_of(roots: Iterable[str], keep: Callable[[str], bool] = lambda _: True) 
         if stat.S_ISLNK(mode):
             tree.link(path, os.readlink(path))
             target = posixpath.normpath(posixpath.join(posixpath.dirname(path), os.readlink(path)))
-            if target.startswith("/sys/devices/") and not path.endswith(("/device", "/subsystem", "/driver", "/of_node")):
+            if target.startswith("/sys/devices/") and not path.endswith(
+                ("/device", "/subsystem", "/driver", "/of_node")
+            ):
                 waiting.append(target)
         elif stat.S_ISDIR(mode):
             waiting += [f"{path}/{name}" for name in sorted(os.listdir(path))]
@@ -111,17 +116,12 @@ def pages_of(path: str) -> dict[str, bytes]:
 
 
 def _asked(path: str, command_at: Callable[[int], NvmeCommand]) -> bytes:
-    import ctypes
-    import mmap
-
-    from tierloop.devices.drivers.nvme_commands import ADMIN_COMMAND
-
     with mmap.mmap(-1, _TABLE_NBYTES) as memory:
         view = ctypes.c_char.from_buffer(memory)
         command = command_at(ctypes.addressof(view))
         fd = HOST.open(path, os.O_RDWR)
         try:
-            HOST.ioctl(fd, ADMIN_COMMAND, command.packed(True))
+            issue(HOST, fd, command, admin=True)
         finally:
             HOST.close(fd)
             del view

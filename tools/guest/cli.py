@@ -147,6 +147,43 @@ def check(
     raise typer.Exit(0 if verdict.good else 1)
 
 
+@guest.command("capture")
+def capture(
+    out: Annotated[Path, typer.Option("--out", help="The folder for the trees.")],
+    machine: MachineName = "three-nodes",
+    limit_s: LimitS = 300,
+) -> None:
+    """Write what a real kernel shows of the machine, as trees that tests replay without a guest."""
+    import shutil
+    import sys
+
+    from tierloop.tools.guest import running, testing
+    from tierloop.tools.guest.arguments import Choices
+    from tierloop.tools.guest.capturing import NAMES
+    from tierloop.tools.guest.machine import load
+    from tierloop.tools.guest.places import places
+
+    rig, folder = places(), prepare_folder(out)
+    written = _writable(rig.root / "captures")
+    assert written is not None
+    outcome = running.run(
+        rig,
+        load(machine),
+        [sys.executable, "-m", "tierloop.tools.guest.capturing", str(written)],
+        limit_s=limit_s,
+        choices=Choices(),
+        folder=testing.TOP,
+        results=written,
+        environment={"PYTHONPATH": str(testing.TOP / "src")},
+    )
+    _tell(outcome)
+    if outcome.status != 0:
+        raise typer.Exit(1)
+    for name in NAMES:
+        shutil.copy(written / f"{name}.tree", folder)
+        say(f"guest: {folder / name}.tree")
+
+
 @guest.command("shell")
 def shell(
     machine: MachineName = "three-nodes",

@@ -17,9 +17,13 @@ ABILITIES: tuple[Ability, ...] = ("unreadable", "hang", "unplug")
 
 
 class FaultyHost(Protocol):
-    """The back door of one device; `abilities` says which of its methods do something."""
+    """The back door of one device; `abilities` says which of its methods do something.
+
+    `grain_nbytes` is what may be lost together with one byte: a block, a page, the alignment of a devdax.
+    """
 
     abilities: frozenset[Ability]
+    grain_nbytes: int
 
     def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
         """From now on these bytes cannot be read: poison, a worn-out cell. What is written over them stays unread."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,6 +94,7 @@ class Placements:
         self._clock = clock
         self._looks: dict[str, Look] = {}
         self._last: dict[tuple[str, int], Placement] = {}
+        self._past: dict[str, dict[str, Any]] = {}
         self._guard = threading.RLock()
 
     @classmethod
@@ -120,7 +122,14 @@ class Placements:
         return self._looked(region, "registration")
 
     def freed(self, region: Region) -> None:
-        """A region is gone. That it was found elsewhere stays known."""
+        """A region is gone; as it was found last, it stays in the report."""
+        with self._guard:
+            placement = self._last.pop((region.memory, region.id), None)
+            if placement is not None:
+                _add(self._past.setdefault(region.memory, _row()), placement)
+
+    def refused(self, region: Region) -> None:
+        """A region lay wrong and was given back before anybody saw it: of it only stands that it lay elsewhere."""
         with self._guard:
             self._last.pop((region.memory, region.id), None)
 
@@ -131,25 +140,15 @@ class Placements:
         return [found for region in regions if (found := self._looked(region, "look")) is not None]
 
     def report(self) -> dict[str, Any]:
-        """Plain data: for each memory what was asked for and what was found, and the regions that lay elsewhere."""
+        """Plain data: for each memory what was asked for and found, of regions that are gone too; and what moved."""
         with self._guard:
+            memories = deepcopy(self._past)
             placements = list(self._last.values())
             moved = list(self.moved)
-        memories: dict[str, dict[str, Any]] = {}
         for placement in placements:
-            row = memories.setdefault(
-                placement.region.memory,
-                {
-                    "wanted_nodes": [],
-                    "regions": 0,
-                    "nbytes": 0,
-                    "pages_per_node": {},
-                    "pages_absent": 0,
-                    "pages_elsewhere": 0,
-                    "unknown": [],
-                },
-            )
+            row = memories.setdefault(placement.region.memory, _row())
             _add(row, placement)
+            row["regions_live"] += not placement.region.freed
         return {"memories": dict(sorted(memories.items())), "moved": [one.to_json() for one in moved]}
 
     def _looked(self, region: Region, occasion: Occasion) -> Placement | None:
@@ -165,6 +164,19 @@ class Placements:
             if placement.elsewhere and (before is None or before.found != placement.found):
                 self.moved.append(Moved(placement, occasion, self._clock.now()))
         return placement
+
+
+def _row() -> dict[str, Any]:
+    return {
+        "wanted_nodes": [],
+        "regions": 0,
+        "regions_live": 0,
+        "nbytes": 0,
+        "pages_per_node": {},
+        "pages_absent": 0,
+        "pages_elsewhere": 0,
+        "unknown": [],
+    }
 
 
 def _add(row: dict[str, Any], placement: Placement) -> None:

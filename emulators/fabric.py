@@ -30,7 +30,7 @@ from tierloop.emulators.loaded import LoadedMedium
 from tierloop.emulators.parts import MemoryProfile
 from tierloop.emulators.store import Store
 from tierloop.emulators.timing import FAR, NS, Flow, Flows, Route
-from tierloop.firmware_models.media import WHOLE, Firmware
+from tierloop.firmware_models.media import WHOLE, Firmware, Timed
 
 if TYPE_CHECKING:  # it compiles on import, and on the virtual clock nothing keeps a pace
     from tierloop.devices.kernels.pace import Pace
@@ -99,7 +99,8 @@ class Medium:
     """A memory as the fabric sees it: its store, and the resource that its accesses share.
 
     A byte read costs `read_units` of the resource and a byte written `write_units`; both are 0 where firmware runs the
-    medium and says how long it is busy, which is then work on `route`.
+    medium and says how long it is busy, which is then work on `route`. `timed` is that firmware if it has to be told
+    the time.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Medium:
         self.profile = profile
         self.store = store
         self.firmware = firmware
+        self.timed = firmware if isinstance(firmware, Timed) and firmware.timed else None
         self.loaded: LoadedMedium | None = None
         if profile.curves is not None:
             curves = profile.curves

@@ -14,7 +14,8 @@ cards. What programs see is made from that state whenever they look: /sys (as Li
 - Mapping: length and offset are multiples of the alignment and within the device, else EINVAL. (Linux lets a mapping
   reach beyond the end and raises SIGBUS there.)
 
-Memory calls that concern NUMA nodes (mbind, move_pages) are not answered here; `answer` adds them.
+Memory calls that concern NUMA nodes (mbind, move_pages) are not answered here; `answer` adds them. What a process then
+has on such a node is memory of its own, not the card's: poison and power do not reach it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import Literal
 from tierloop.emulators.kernel import Absent, ModelKernel, Tree, failure
 from tierloop.emulators.kernel_cxl_mapping import SharedPages, runs_of
 from tierloop.emulators.kernel_cxl_memdev import Mailbox, MemdevNode, Raw
-from tierloop.emulators.kernel_cxl_tree import CxlView, DaxView, RegionView, base_tree, cxl_tree
+from tierloop.emulators.kernel_cxl_memory import base_tree
+from tierloop.emulators.kernel_cxl_tree import CxlView, DaxView, RegionView, cxl_tree
 from tierloop.firmware_models.cxl_card import CxlCard, Loaded
 from tierloop.firmware_models.cxl_cells import PAGE, Lent, anonymous_file
 from tierloop.firmware_models.cxl_codes import Op
@@ -44,6 +46,7 @@ from tierloop.firmware_models.cxl_decoders import (
     GLOBAL,
     HDM,
     HOST_ONLY,
+    LOCK,
     SIZE,
     SKIP,
     STRIDE,
@@ -62,7 +65,8 @@ _WINDOWS = {"ram": 0x10_8000_0000, "pmem": 0x80_8000_0000}
 class RegionPlan:
     """A region to be made at the start: which cards, in the order of the interleave set, and of which partition.
 
-    `nbytes` is the whole region's, 0 for all that the cards have left in that partition.
+    `nbytes` is the whole region's, 0 for all that the cards have left in that partition. `locked` decoders stay until a
+    reset; `arithmetic` is that of the window, by which the host bridge chooses a card.
     """
 
     cards: tuple[int, ...]
@@ -73,6 +77,8 @@ class RegionPlan:
     align: int = 2 << 20
     movable: bool = True
     online: bool = True
+    locked: bool = False
+    arithmetic: Literal["modulo", "xor"] = "modulo"
 
 
 def cxl_machine(
@@ -108,7 +114,7 @@ class CxlRegion:
         self.plan = plan
         self.base = base
         self.nbytes = nbytes
-        self.interleave = Interleave(len(plan.cards), plan.granule_nbytes)
+        self.interleave = Interleave(len(plan.cards), plan.granule_nbytes, plan.arithmetic)
         self.cards = [cards[i] for i in plan.cards]
         self.shares: list[tuple[int, int, int]] = []
         self.dax_mode: DaxMode = "unbound"
@@ -141,6 +147,11 @@ class CxlRegion:
             card.state.cells.watchers.remove(self.look)
             if self.interleave.ways > 1:
                 card.state.cells.take_back(dpa)
+
+    def give_up(self) -> None:
+        """Take back what was committed."""
+        for card, (_, number, _) in zip(self.cards, self.shares, strict=False):
+            card.write_component(HDM + CONTROL + STRIDE * number, 0)
 
     def look(self, _dpa: int, _nbytes: int) -> None:
         """Which pages are lost: those with a poisoned line, or all if a card is gone."""
@@ -185,6 +196,7 @@ class CxlKernel(ModelKernel):
         self._shown: tuple[tuple[int, ...], Tree] | None = None
         self._steps = 0
         self._next_region = 0
+        self._disabled: set[int] = set()
         super().__init__(self._base, model="a model of CXL type 3 cards and of the kernel in front of them")
         for number, card in enumerate(self.cards):
             self.add(f"/dev/cxl/mem{number}", MemdevNode(card, raw))
@@ -223,8 +235,12 @@ class CxlKernel(ModelKernel):
             if nbytes // ways > min(left for _, left in free):
                 raise failure(errno.ENOSPC)
             region = CxlRegion(self._next_region, plan, self._window_end(plan.kind), nbytes, self.cards)
-            for number, (skip, _) in zip(plan.cards, free, strict=True):
-                region.shares.append((number, *self._commit(self.cards[number], region, skip)))
+            try:
+                for number, (skip, _) in zip(plan.cards, free, strict=True):
+                    region.shares.append((number, *self._commit(self.cards[number], region, skip)))
+            except OSError:
+                region.give_up()
+                raise
             region.attach()
             self._next_region += 1
             self.regions.append(region)
@@ -234,6 +250,14 @@ class CxlKernel(ModelKernel):
                     Mailbox(card).ask(Op.SET_SHUTDOWN, b"\1")
             return region
 
+    def enable_memdev(self, number: int, enabled: bool = True) -> None:
+        """Bind a card to the kernel's driver, or take it off. Raises OSError: EBUSY while it is decoding."""
+        with self.guard:
+            if not enabled and self.cards[number].state.decoders.committed:
+                raise failure(errno.EBUSY)
+            (self._disabled.discard if enabled else self._disabled.add)(number)
+            self._steps += 1
+
     def destroy_region(self, region: CxlRegion) -> None:
         """Give the decoders back; only in the reverse order. Raises OSError: EBUSY."""
         with self.guard:
@@ -242,19 +266,19 @@ class CxlKernel(ModelKernel):
                     raise failure(errno.EBUSY)
             self.bind(region, "unbound")
             region.detach()
-            for card, (_, number, _) in zip(region.cards, region.shares, strict=True):
-                card.write_component(HDM + CONTROL + STRIDE * number, 0)
+            region.give_up()
             self.regions.remove(region)
             self._steps += 1
 
     def bind(self, region: CxlRegion, mode: DaxMode, online: bool = True, movable: bool = True) -> None:
-        """What daxctl reconfigure-device does: give the dax device to another driver."""
+        """What daxctl reconfigure-device does: give the dax device to another driver. Mappings of it are lost."""
         if mode not in DAX_MODES:
             raise ValueError(f"mode {mode!r}; allowed: {', '.join(DAX_MODES)}")
         with self.guard:
             path = f"/dev/{region.name}"
             if region.dax_mode == "devdax" != mode:
                 self.remove(path)
+                region.pages.cut()
             if mode == "devdax" != region.dax_mode:
                 self.add(path, DaxNode(region))
             if mode == "system-ram" and region.dax_mode != mode:
@@ -265,9 +289,13 @@ class CxlKernel(ModelKernel):
     # the back door
 
     def power_cycle(self) -> None:
-        """Take the power away and boot again: volatile bytes are gone, regions are made again as they were."""
+        """Take the power away and boot again: volatile bytes are gone, regions are made again as they were.
+
+        Mappings are lost, as the processes that had them would be.
+        """
         with self.guard:
-            again = [(region.plan, region.dax_mode, region.nbytes) for region in self.regions]
+            whole = [region for region in self.regions if not any(card.removed for card in region.cards)]
+            again = [replace(region.plan, nbytes=region.nbytes, mode=region.dax_mode) for region in whole]
             for region in list(self.regions):
                 self.bind(region, "unbound")
                 region.detach()
@@ -275,8 +303,8 @@ class CxlKernel(ModelKernel):
             for card in self.cards:
                 card.power_off()
             self._next_region = 0
-            for plan, mode, nbytes in again:
-                self.create_region(replace(plan, nbytes=nbytes, mode=mode))
+            for plan in again:
+                self.create_region(plan)
 
     def unplug(self, number: int) -> None:
         """Pull a card out: its node and its regions' devices are gone, mapped pages raise SIGBUS."""
@@ -309,7 +337,11 @@ class CxlKernel(ModelKernel):
 
     def _free(self, card: CxlCard, kind: str) -> tuple[int, int]:
         """(bytes to skip, bytes left) for the next decoder of a card in a partition."""
-        if card.removed or len(card.state.decoders.committed) == card.part.decoders:
+        if (
+            card.removed
+            or self.cards.index(card) in self._disabled
+            or len(card.state.decoders.committed) == card.part.decoders
+        ):
             raise failure(errno.ENXIO)
         volatile, persistent = card.state.partitions
         last = card.state.decoders.committed[-1:]
@@ -331,7 +363,7 @@ class CxlKernel(ModelKernel):
             card.write_component(at + register + 4, value >> 32)
         ways = next(code for code, ways in ENCODED_WAYS.items() if ways == region.interleave.ways)
         granule = GRANULES.index(region.plan.granule_nbytes)
-        card.write_component(at + CONTROL, granule | ways << 4 | HOST_ONLY | COMMIT)
+        card.write_component(at + CONTROL, granule | ways << 4 | HOST_ONLY | LOCK * region.plan.locked | COMMIT)
         if not card.read_component(at + CONTROL) & COMMITTED:
             raise failure(errno.ENXIO)
         card.write_component(GLOBAL, ENABLE)
@@ -343,6 +375,7 @@ class CxlKernel(ModelKernel):
             cards=tuple(self.cards),
             windows=tuple((kind, _WINDOWS[kind], 1 << 38, self.target_node(kind)) for kind in kinds),
             regions=tuple(self._shown_region(region) for region in self.regions),
+            disabled=frozenset(self._disabled),
         )
 
     def _shown_region(self, region: CxlRegion) -> RegionView:

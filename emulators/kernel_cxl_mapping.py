@@ -69,6 +69,13 @@ class SharedPages:
             for run in back:
                 self._place(address, offset, nbytes, run, lost=False)
 
+    def cut(self) -> None:
+        """Whoever has it mapped has lost all of it; new mappings are as before."""
+        lost = self.lost
+        self.lose(((0, self.nbytes),))
+        self._living.clear()
+        self.lost = lost
+
     def _place(self, address: int, offset: int, nbytes: int, run: tuple[int, int], lost: bool) -> None:
         first, last = max(run[0], offset), min(run[1], offset + nbytes)
         if first >= last:

@@ -6,30 +6,24 @@
 - Below the window's decoder stand its regions; below a `ram` region its dax device, while that of a `pmem` region hangs
   on the nvdimm bus.
 - /sys/bus/cxl and /sys/bus/dax link to all of them.
-- A dax device that kmem has taken is memory: a NUMA node without cores, its blocks, its distances, the tier it is in,
-  and the speed that its cards state.
+- A dax device that kmem has taken is memory (kernel_cxl_memory.py).
 """
 
 from __future__ import annotations
 
 import posixpath
 import uuid
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from tierloop.emulators.kernel import Tree
+from tierloop.emulators.kernel_cxl_memory import link, put_memory
 from tierloop.firmware_models.cxl_card import CxlCard
 from tierloop.firmware_models.cxl_decoders import Decoder
 
-BLOCK_NBYTES = 128 << 20
 _ROOT = "/sys/devices/platform/ACPI0017:00/root0"
 _PORT = f"{_ROOT}/port1"
 _BRIDGE = "/sys/devices/pci0000:0c"
 _NVDIMM = f"{_ROOT}/nvdimm-bridge0/ndbus0"
-_NODES = "/sys/devices/system/node"
-_MEMORY = "/sys/devices/system/memory"
-_DRAM_LATENCY_NS, _DRAM_MB_PER_S = 80, 200_000
-"""What the tree of the rest of the machine says where it says nothing else."""
 
 
 class DaxView(NamedTuple):
@@ -56,50 +50,12 @@ class RegionView(NamedTuple):
 
 
 class CxlView(NamedTuple):
-    """All that is shown; `windows` are (kind, base, bytes, NUMA node)."""
+    """All that is shown; `windows` are (kind, base, bytes, NUMA node), `disabled` cards have no driver."""
 
     cards: tuple[CxlCard, ...]
     windows: tuple[tuple[str, int, int, int], ...]
     regions: tuple[RegionView, ...]
-
-
-def base_tree(cores: int = 4, nbytes: int = 2 << 30) -> Tree:
-    """The rest of a machine: one NUMA node with cores and memory."""
-    tree = Tree()
-    last = nbytes // BLOCK_NBYTES - 1
-    put_node(tree, 0, f"0-{cores - 1}", range(last + 1), "online", "Normal")
-    for name, text in {
-        "possible": "0",
-        "online": "0",
-        "has_cpu": "0",
-        "has_memory": "0",
-        "has_normal_memory": "0",
-    }.items():
-        tree.put(f"{_NODES}/{name}", text)
-    tree.put(f"{_NODES}/node0/distance", "10")
-    tree.put(f"{_MEMORY}/block_size_bytes", f"{BLOCK_NBYTES:x}")
-    tree.put(f"{_MEMORY}/auto_online_blocks", "offline")
-    _speed(tree, 0, 0, _DRAM_LATENCY_NS, _DRAM_LATENCY_NS, _DRAM_MB_PER_S, _DRAM_MB_PER_S)
-    return tree
-
-
-def put_node(tree: Tree, node: int, cores: str, blocks: range, state: str, zone: str) -> None:
-    """A NUMA node and its memory blocks."""
-    at = f"{_NODES}/node{node}"
-    nbytes = len(blocks) * BLOCK_NBYTES if state == "online" else 0
-    tree.put(f"{at}/cpulist", cores)
-    tree.put(
-        f"{at}/meminfo", f"Node {node} MemTotal:       {nbytes >> 10} kB\nNode {node} MemFree:        {nbytes >> 10} kB"
-    )
-    for number in blocks:
-        block = f"{_MEMORY}/memory{number}"
-        tree.put(f"{block}/state", state)
-        tree.put(f"{block}/online", str(int(state == "online")))
-        tree.put(f"{block}/phys_index", f"{number:08x}")
-        tree.put(f"{block}/removable", "1")
-        tree.put(f"{block}/valid_zones", zone)
-        tree.link(f"{block}/node{node}", f"../../node/node{node}")
-        tree.link(f"{at}/memory{number}", f"../../memory/memory{number}")
+    disabled: frozenset[int] = frozenset()
 
 
 def cxl_tree(base: Tree, view: CxlView) -> Tree:
@@ -110,8 +66,9 @@ def cxl_tree(base: Tree, view: CxlView) -> Tree:
     _buses(tree)
     for number, card in enumerate(view.cards):
         if not card.removed:
-            _memdev(tree, number, card)
-            _endpoint(tree, view, number, card)
+            _memdev(tree, number, card, number not in view.disabled)
+            if number not in view.disabled:
+                _endpoint(tree, view, number, card)
     _ports(tree, view)
     for region in view.regions:
         _region(tree, view, region)
@@ -127,7 +84,7 @@ def _buses(tree: Tree) -> None:
     _folder(tree, "/sys/bus/dax/devices")
 
 
-def _memdev(tree: Tree, number: int, card: CxlCard) -> None:
+def _memdev(tree: Tree, number: int, card: CxlCard, enabled: bool) -> None:
     state, part = card.state, card.part
     pci = f"{_BRIDGE}/0000:0c:{number:02x}.0/0000:{0x0D + number:02x}:00.0"
     for name, text in {"class": "0x050210", "vendor": "0x1e98", "device": "0x0d93", "numa_node": "0"}.items():
@@ -147,7 +104,10 @@ def _memdev(tree: Tree, number: int, card: CxlCard) -> None:
         "serial": hex(part.serial),
     }.items():
         tree.put(f"{at}/{name}", text)
-    _bound(tree, "cxl", at, "cxl_mem")
+    if enabled:
+        _bound(tree, "cxl", at, "cxl_mem")
+    else:
+        _on_bus(tree, "cxl", at)
 
 
 def _ports(tree: Tree, view: CxlView) -> None:
@@ -155,8 +115,8 @@ def _ports(tree: Tree, view: CxlView) -> None:
     tree.put(f"{_ROOT}/devtype", "cxl_port")
     tree.put(f"{_ROOT}/modalias", "cxl:t3*")
     tree.put(f"{_ROOT}/decoders_committed", str(len(view.windows)))
-    _link(tree, f"{_ROOT}/uport", "/sys/devices/platform/ACPI0017:00")
-    _link(tree, f"{_ROOT}/dport12", _BRIDGE)
+    link(tree, f"{_ROOT}/uport", "/sys/devices/platform/ACPI0017:00")
+    link(tree, f"{_ROOT}/dport12", _BRIDGE)
     _on_bus(tree, "cxl", _ROOT)
     for number, (kind, base, nbytes, _) in enumerate(view.windows):
         at = f"{_ROOT}/decoder0.{number}"
@@ -172,10 +132,10 @@ def _ports(tree: Tree, view: CxlView) -> None:
     tree.put(f"{_PORT}/devtype", "cxl_port")
     tree.put(f"{_PORT}/modalias", "cxl:t3*")
     tree.put(f"{_PORT}/decoders_committed", str(len(view.regions)))
-    _link(tree, f"{_PORT}/uport", _BRIDGE)
-    _link(tree, f"{_PORT}/parent_dport", _BRIDGE)
+    link(tree, f"{_PORT}/uport", _BRIDGE)
+    link(tree, f"{_PORT}/parent_dport", _BRIDGE)
     for number in living:
-        _link(tree, f"{_PORT}/dport{number}", f"{_BRIDGE}/0000:0c:{number:02x}.0")
+        link(tree, f"{_PORT}/dport{number}", f"{_BRIDGE}/0000:0c:{number:02x}.0")
     _bound(tree, "cxl", _PORT, "cxl_port")
     for place in range(max(4, len(view.regions))):
         at = f"{_PORT}/decoder1.{place}"
@@ -196,8 +156,8 @@ def _endpoint(tree: Tree, view: CxlView, number: int, card: CxlCard) -> None:
     tree.put(f"{at}/modalias", "cxl:t3*")
     tree.put(f"{at}/decoders_committed", str(len(card.state.decoders.committed)))
     tree.put(f"{at}/CDAT", card.cdat())
-    _link(tree, f"{at}/uport", f"{_BRIDGE}/0000:0c:{number:02x}.0/0000:{0x0D + number:02x}:00.0/mem{number}")
-    _link(tree, f"{at}/parent_dport", f"{_BRIDGE}/0000:0c:{number:02x}.0")
+    link(tree, f"{at}/uport", f"{_BRIDGE}/0000:0c:{number:02x}.0/0000:{0x0D + number:02x}:00.0/mem{number}")
+    link(tree, f"{at}/parent_dport", f"{_BRIDGE}/0000:0c:{number:02x}.0")
     _bound(tree, "cxl", at, "cxl_port")
     for place in range(card.part.decoders):
         committed = card.state.decoders.committed
@@ -256,7 +216,8 @@ def _region(tree: Tree, view: CxlView, region: RegionView) -> None:
     _bound(tree, "cxl", at, "cxl_region")
     _dax(tree, at, region)
     if region.dax.mode == "system-ram":
-        _memory_node(tree, region, speed)
+        dax = region.dax
+        put_memory(tree, dax.target_node, region.base, region.nbytes, dax.online, dax.movable, speed)
 
 
 def _dax(tree: Tree, region_at: str, region: RegionView) -> None:
@@ -321,44 +282,6 @@ def _pmem(tree: Tree, region_at: str, region: RegionView) -> None:
     _on_bus(tree, "nd", at)
 
 
-def _memory_node(tree: Tree, region: RegionView, speed: tuple[int, int, int, int]) -> None:
-    node = region.dax.target_node
-    first, last = -(-region.base // BLOCK_NBYTES), (region.base + region.nbytes) // BLOCK_NBYTES
-    new = f"{_NODES}/node{node}/cpulist" not in tree.files
-    state = "online" if region.dax.online else "offline"
-    zone = "Movable" if region.dax.movable else "Normal"
-    earlier = 0 if new else _total_kb(tree, node)
-    put_node(tree, node, "", range(first, last), state, zone)
-    total = earlier + _total_kb(tree, node)
-    tree.put(
-        f"{_NODES}/node{node}/meminfo",
-        f"Node {node} MemTotal:       {total} kB\nNode {node} MemFree:        {total} kB",
-    )
-    if not new:
-        return
-    others = [int(name[4:]) for name in tree.folders[_NODES] if name[4:].isdigit() and name.startswith("node")]
-    for other in others:
-        place = f"{_NODES}/node{other}/distance"
-        row = tree.files.get(place, b"").decode().split()
-        tree.put(place, " ".join([*row, "20"]) if other != node else " ".join(["20"] * (len(others) - 1) + ["10"]))
-    for name in ("possible", "online", "has_memory") if region.dax.online else ("possible",):
-        _add_to_list(tree, f"{_NODES}/{name}", node)
-    _speed(tree, node, 0, *speed)
-    ns, mb_per_s = speed[0] + speed[1], speed[2] + speed[3]
-    tier = 576 * ns // (2 * _DRAM_LATENCY_NS) * 2 * _DRAM_MB_PER_S // mb_per_s >> 7
-    tree.put(f"/sys/devices/virtual/memory_tiering/memory_tier{tier}/nodelist", str(node))
-
-
-def _speed(tree: Tree, node: int, initiator: int, *speed: int) -> None:
-    for access in (0, 1):
-        at = f"{_NODES}/node{node}/access{access}/initiators"
-        names = ("read_latency", "write_latency", "read_bandwidth", "write_bandwidth")
-        for name, number in zip(names, speed, strict=True):
-            tree.put(f"{at}/{name}", str(number))
-        _link(tree, f"{at}/node{initiator}", f"{_NODES}/node{initiator}")
-        _link(tree, f"{_NODES}/node{initiator}/access{access}/targets/node{node}", f"{_NODES}/node{node}")
-
-
 def _region_speed(view: CxlView, region: RegionView) -> tuple[int, int, int, int]:
     """(read ns, write ns, read MB/s, write MB/s) from what the cards say of themselves: the slowest, and the sum."""
     links = [view.cards[card].part.link for card, _ in region.decoders]
@@ -366,27 +289,6 @@ def _region_speed(view: CxlView, region: RegionView) -> tuple[int, int, int, int
     latencies = [max(-(-link.idle_ps(write) // 1000) for link in links) for write in (False, True)]
     rates = [min(link.ceiling(write) // 1_000_000 for link in links) * ways for write in (False, True)]
     return latencies[0], latencies[1], rates[0], rates[1]
-
-
-def _total_kb(tree: Tree, node: int) -> int:
-    return int(tree.files[f"{_NODES}/node{node}/meminfo"].split()[3])
-
-
-def _add_to_list(tree: Tree, path: str, node: int) -> None:
-    numbers = {node}
-    for piece in tree.files.get(path, b"").decode().strip().split(","):
-        first, _, last = piece.partition("-")
-        if first:
-            numbers |= set(range(int(first), int(last or first) + 1))
-    tree.put(path, ",".join(_runs(sorted(numbers))))
-
-
-def _runs(numbers: list[int]) -> Iterator[str]:
-    first = 0
-    for place, number in enumerate(numbers):
-        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
-            yield str(number) if first == place else f"{numbers[first]}-{number}"
-            first = place + 1
 
 
 def _decoder(
@@ -411,20 +313,16 @@ def _endpoint_path(card: int) -> str:
 
 def _on_bus(tree: Tree, bus: str, at: str) -> None:
     name = posixpath.basename(at)
-    _link(tree, f"/sys/bus/{bus}/devices/{name}", at)
-    _link(tree, f"{at}/subsystem", f"/sys/bus/{bus}")
+    link(tree, f"/sys/bus/{bus}/devices/{name}", at)
+    link(tree, f"{at}/subsystem", f"/sys/bus/{bus}")
 
 
 def _bound(tree: Tree, bus: str, at: str, driver: str) -> None:
     _on_bus(tree, bus, at)
-    _link(tree, f"{at}/driver", f"/sys/bus/{bus}/drivers/{driver}")
-    _link(tree, f"/sys/bus/{bus}/drivers/{driver}/{posixpath.basename(at)}", at)
+    link(tree, f"{at}/driver", f"/sys/bus/{bus}/drivers/{driver}")
+    link(tree, f"/sys/bus/{bus}/drivers/{driver}/{posixpath.basename(at)}", at)
 
 
 def _folder(tree: Tree, path: str) -> None:
     tree.put(f"{path}/.", "")
     del tree.files[f"{path}/."]
-
-
-def _link(tree: Tree, path: str, target: str) -> None:
-    tree.link(path, posixpath.relpath(target, posixpath.dirname(path)))

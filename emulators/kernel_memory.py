@@ -56,14 +56,12 @@ class ProcessMemory:
             into = bytearray(len(part))
             local = (_Vector * 1)(_Vector(address_of(into), len(into)))
             remote = (_Vector * len(part))(*(_Vector(place, 1) for place in part))
-            if self._read(self._pid, local, 1, remote, len(part), 0) != len(part):
-                raise failure(errno.EFAULT)
+            _whole(self._read(self._pid, local, 1, remote, len(part), 0), len(part))
 
     def _move(self, call: Callable[..., int], address: int, own: int, nbytes: int) -> None:
         _plausible(address, nbytes)
         local, remote = (_Vector * 1)(_Vector(own, nbytes)), (_Vector * 1)(_Vector(address, nbytes))
-        if call(self._pid, local, 1, remote, 1, 0) != nbytes:
-            raise failure(errno.EFAULT)
+        _whole(call(self._pid, local, 1, remote, 1, 0), nbytes)
 
 
 class DeviceMemory:
@@ -112,6 +110,12 @@ def _call(function: ctypes._NamedFuncPointer) -> Callable[..., int]:
     vector = ctypes.POINTER(_Vector)
     function.argtypes = [ctypes.c_int, vector, ctypes.c_ulong, vector, ctypes.c_ulong, ctypes.c_ulong]
     return function
+
+
+def _whole(moved: int, nbytes: int) -> None:
+    """Less than all is EFAULT; a system that forbids these calls says so with its own errno."""
+    if moved != nbytes:
+        raise failure(ctypes.get_errno() if moved < 0 else errno.EFAULT)
 
 
 def _plausible(address: int, nbytes: int) -> None:

@@ -17,6 +17,8 @@ What the nodes answer is what Linux does:
 
 The clock is a counter that jumps to what is due when somebody waits, or `now_ns`. `hold` keeps completions of input and
 output from coming back: a ring then answers ETIME, an ioctl ends when its own timeout has passed on the counter.
+`unplug` pulls the drive out, `lose_power` switches it off and on; faults, temperature and wear are the controller's
+(`NvmeMachine.controller`, nvme_controller.py), and so is the history of its media.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from tierloop.firmware_models.nvme_identify import NvmeFigures
 from tierloop.firmware_models.nvme_namespace import Namespace
 from tierloop.firmware_models.passthrough import Passthrough
 
-_BUS = "/sys/devices/pci0000:00/0000:00:04.0"
 _ADDRESS = "0000:00:04.0"
+_BUS = f"/sys/devices/pci0000:00/{_ADDRESS}"
 
 
 class NvmeMachine(ModelKernel):
@@ -55,6 +57,7 @@ class NvmeMachine(ModelKernel):
         super().__init__(tree, model=f"a model of a machine with an NVMe drive ({controller.figures.model})")
         self.controller, self.host = controller, host
         commands = Commands(host)
+        tree.folders.setdefault("/dev", set())
         self.add("/dev/nvme0", AdminNode(host, commands))
         for nsid in range(1, len(controller.namespaces) + 1):
             self.add(f"/dev/ng0n{nsid}", GenericNode(host, commands, nsid))
@@ -81,6 +84,16 @@ class NvmeMachine(ModelKernel):
             for path in [path for path in self.nodes if path.startswith(("/dev/nvme0", "/dev/ng0"))]:
                 self.remove(path)
             self.tree.remove(f"{_BUS}/nvme")
+            for path in [path for path, target in self.tree.links.items() if f"{_ADDRESS}/nvme/" in target]:
+                self.tree.remove(path)
+
+    def lose_power(self) -> None:
+        """The drive loses power and gets it back: what its cache held is lost, what was in flight is cancelled."""
+        with self.guard:
+            self.controller.power_off()
+            self.host.catch_up()
+            self.controller.power_on()
+            self.host.restart()
 
     def _begin(self, ring: ModelRing, submission: Submission, reply: Reply) -> None:
         self.host.owner = ring
@@ -143,9 +156,10 @@ def _tree(figures: NvmeFigures, namespaces: list[Namespace], numa_node: int) -> 
     ):
         tree.put(f"{drive}/{name}", text)
     tree.put(f"{_BUS}/numa_node", str(numa_node))
-    tree.link(f"{drive}/device", "../../../0000:00:04.0")
-    tree.link("/sys/class/nvme/nvme0", "../../devices/pci0000:00/0000:00:04.0/nvme/nvme0")
-    tree.link(f"/sys/dev/char/{ADMIN_MAJOR}:0", "../../devices/pci0000:00/0000:00:04.0/nvme/nvme0")
+    tree.link(f"{drive}/device", f"../../../{_ADDRESS}")
+    tree.link(f"/sys/bus/pci/devices/{_ADDRESS}", f"../../../devices/pci0000:00/{_ADDRESS}")
+    tree.link("/sys/class/nvme/nvme0", f"../../{drive.removeprefix('/sys/')}")
+    tree.link(f"/sys/dev/char/{ADMIN_MAJOR}:0", f"../../{drive.removeprefix('/sys/')}")
     for nsid, namespace in enumerate(namespaces, 1):
         _namespace_tree(tree, drive, figures, nsid, namespace)
     return tree

@@ -29,6 +29,7 @@ HOST_ABORTED = 0x371
 """The status that Linux makes up for a request that it gave up."""
 _TICK_NS = 200
 _STILL = 1000
+_NEVER_NS = 1 << 62
 
 
 class Time:
@@ -167,7 +168,6 @@ class NvmeHost:
             self._turn = self._turn % (len(self._pairs) - 1) + 1
             pair = self._pairs[self._turn]
         self.catch_up()
-        request.deadline_ns = self.controller.now_ns + request.timeout_ns
         pair.backlog.append(request)
         self._send(pair)
 
@@ -185,12 +185,13 @@ class NvmeHost:
         for pair in self._pairs:
             for request in pair.flying.values():
                 if request.owner is owner:
+                    request.cancelled = True
                     self._release(request)
             pair.backlog = deque(request for request in pair.backlog if request.owner is not owner)
 
     def wait_some(self) -> None:
         """Let time pass until something happens."""
-        if not self.pass_time(1 << 62):
+        if not self.pass_time(_NEVER_NS):
             self._give_up()
 
     def reset(self) -> None:
@@ -199,10 +200,14 @@ class NvmeHost:
             raise failure(errno.ENODEV)
         self._give_up()
 
+    def restart(self) -> None:
+        """Enable the controller again after its power came back."""
+        self._start()
+
     def pass_time(self, most_ns: int) -> bool:
         """Let time pass until something happens, at most so long; returns whether something did."""
         now = self.controller.now_ns
-        dues = [request.deadline_ns for pair in self._pairs for request in (*pair.flying.values(), *pair.backlog)]
+        dues = [request.deadline_ns for pair in self._pairs for request in pair.flying.values()]
         if self.controller.next_due_ns is not None:
             dues.append(self.controller.next_due_ns)
         if self.gone:
@@ -246,7 +251,7 @@ class NvmeHost:
 
     def _admin(self, entry: Entry) -> None:
         """A command of the driver's own, which must succeed. It passes the requests that wait."""
-        request = Request(entry, deadline_ns=1 << 62)
+        request = Request(entry, timeout_ns=_NEVER_NS)
         self._pairs[0].backlog.appendleft(request)
         self._send(self._pairs[0])
         self._settle(lambda: request.status is not None)
@@ -268,6 +273,7 @@ class NvmeHost:
             request = pair.backlog.popleft()
             cid = pair.free.popleft()
             pair.flying[cid] = request
+            request.deadline_ns = self.controller.now_ns + request.timeout_ns
             pair.push(request.entry._replace(cid=cid, data=self._described(request)))
             rung = True
         if rung:

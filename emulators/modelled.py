@@ -1,7 +1,7 @@
-"""Real drivers on models of hardware: for each kind a platform in which the driver of devices/drivers runs unchanged.
+"""Real drivers on models of hardware: a platform in which drivers of devices/drivers run unchanged.
 
-The drivers do not know; what they say of themselves tells (`DeviceInfo.model`). Beside the device under test stands
-this machine's own memory, whose cores and regions the driver needs as on silicon. Every model offers its back door to
+The drivers do not know; what they say of themselves tells (`DeviceInfo.model`). Beside the devices under test stands
+this machine's own memory, whose cores and regions the drivers need as on silicon. Every model offers its back door to
 the conformance suite's fault level (devices/faulty_host.py).
 
 Opened by `tierloop conformance KIND:model`, and by tests; there is no name for a platform file, because nothing that a
@@ -10,32 +10,102 @@ file names is a model by accident.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
+from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
+from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.faulty_host import Ability, offer
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
+from tierloop.emulators.kernel_cxl import CxlKernel, CxlRegion, RegionPlan, cxl_machine
+from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
 
 HOST_NBYTES = 256 << 20
-DEADLINE_S = 20
+DRIVE_NBYTES = 64 << 20
+LINE_NBYTES, PAGE_NBYTES = 64, 4096
+DEADLINE_S = 2.0
+"""How long a device may take, so that what hangs on purpose is given up soon."""
 
 
-def open_modelled(kind: str, site: Site) -> tuple[Platform, str]:
-    """A platform with a real driver on a model of that kind, and the device's name. Raises ConfigurationError."""
-    if kind not in MACHINES:
-        raise ConfigurationError(f"there is no model {kind!r}; {nearest(kind, sorted(MACHINES))}")
-    return MACHINES[kind](site)
+def open_modelled(kinds: Sequence[str], site: Site) -> Platform:
+    """A platform of this machine's memory and cores, and of a real driver on a model of each kind: `nvme0`, `cxl0`, …
+
+    Raises ConfigurationError for a kind that has no model.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigurationError(f"there is no model {kind!r}; {nearest(kind, sorted(KINDS))}")
+    mapped = ["cxl0"] if "cxl" in kinds else []
+    devices: dict[str, Device] = {}
+    with ExitStack() as undo:
+        devices["cpu0"] = open_cpu("cpu0", site, {"capacity": HOST_NBYTES, "reaches": mapped})
+        undo.callback(devices["cpu0"].close)
+        for kind in kinds:
+            name = f"{kind}0"
+            devices[name] = KINDS[kind](site, name, ["cpu0", *(memory for memory in mapped if memory != name)])
+            undo.callback(devices[name].close)
+        platform = Platform("real drivers on models", site, devices, "cpu0")
+        undo.pop_all()
+        return platform
+
+
+class CxlBackDoor:
+    """Of the card beneath a devdax: lines with poison in them, and the slot. A load always comes back."""
+
+    abilities: frozenset[Ability] = frozenset({"unreadable", "unplug"})
+
+    def __init__(self, machine: CxlKernel, region: CxlRegion, device: CxlDevice) -> None:
+        self._machine, self._region, self._device = machine, region, device
+        self.grain_nbytes = region.plan.align
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        first = self._device.offset_of(region) + offset
+        with self._machine.guard:
+            for line in range(first // LINE_NBYTES, -(-(first + nbytes) // LINE_NBYTES)):
+                card, address = self._region.place(line * LINE_NBYTES)
+                card.poison(address)
+
+    def hang(self) -> None:
+        raise NotImplementedError("a load has no deadline: it comes back, or the machine stops")
+
+    def unplug(self) -> None:
+        self._machine.unplug(0)
+
+
+class NvmeBackDoor:
+    """Of the drive's controller: blocks that cannot be read, completions that are lost, and the slot."""
+
+    abilities: frozenset[Ability] = frozenset({"unreadable", "hang", "unplug"})
+
+    def __init__(self, machine: NvmeMachine, device: NvmeDevice) -> None:
+        self._machine, self._device = machine, device
+        self.grain_nbytes = device.info.memories[0].alignment
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        first = (self._device.offset_of(region) + offset) // self.grain_nbytes
+        with self._machine.guard:
+            self._machine.controller.inject_read_error(1, first, -(-nbytes // self.grain_nbytes))
+
+    def hang(self) -> None:
+        with self._machine.guard:
+            self._machine.controller.drop()
+
+    def unplug(self) -> None:
+        self._machine.unplug()
 
 
 class PnmBackDoor:
     """Of the card: it can keep answers back, and leave the bus."""
 
     abilities: frozenset[Ability] = frozenset({"hang", "unplug"})
+    grain_nbytes = 1
 
     def __init__(self, card: PnmCard) -> None:
         self._card = card
@@ -50,13 +120,27 @@ class PnmBackDoor:
         self._card.lose()
 
 
-def _pnm(site: Site) -> tuple[Platform, str]:
+def _cxl(site: Site, name: str, _reaches: list[str]) -> Device:
+    machine = cxl_machine(regions=(RegionPlan((0,), align=PAGE_NBYTES),))
+    device = open_cxl(name, site, {"path": "/dev/dax0.0"}, machine)
+    offer(site, name, CxlBackDoor(machine, machine.regions[0], device))
+    return device
+
+
+def _nvme(site: Site, name: str, reaches: list[str]) -> Device:
+    machine = nvme_machine(DRIVE_NBYTES)
+    options = {"path": "/dev/ng0n1", "reaches": reaches, "queues": 2, "deadline_s": DEADLINE_S}
+    device = open_nvme(name, site, options, machine)
+    offer(site, name, NvmeBackDoor(machine, device))
+    return device
+
+
+def _pnm(site: Site, name: str, reaches: list[str]) -> Device:
     card = PnmCard(PnmParts(engines=4, entries=16, capacity=64 << 20))
-    cpu = open_cpu("cpu0", site, {"capacity": HOST_NBYTES})
-    device = open_pnm("pnm0", site, {"reaches": ["cpu0"], "deadline_ms": 2_000}, window=card.bus())
-    offer(site, "pnm0", PnmBackDoor(card))
-    return Platform("pnm:model", site, {"cpu0": cpu, "pnm0": device}, "cpu0"), "pnm0"
+    device = open_pnm(name, site, {"reaches": reaches, "deadline_ms": int(1e3 * DEADLINE_S)}, window=card.bus())
+    offer(site, name, PnmBackDoor(card))
+    return device
 
 
-MACHINES: dict[str, Callable[[Site], tuple[Platform, str]]] = {"pnm": _pnm}
-"""By the name before `:model`."""
+KINDS: dict[str, Callable[[Site, str, list[str]], Device]] = {"cxl": _cxl, "nvme": _nvme, "pnm": _pnm}
+"""What opens a device of each kind: (site, name, memories that it is to reach)."""

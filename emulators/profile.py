@@ -43,6 +43,24 @@ SIZES = (1, 1 << 50)
 """Allowed sizes in bytes: up to 1 PiB."""
 FLOPS = (10**6, 10**18)
 _COUNTS = (1, 1 << 20)
+_FLASH_OPTIONS = {
+    "buffer_nbytes": (0, 1 << 40),
+    "slc_percent": (0, 100),
+    "slc_program_ns": LATENCIES,
+    "slc_read_ns": LATENCIES,
+    "idle_ns": (0, 10**12),
+    "suspends": (0, 1 << 20),
+    "suspend_ns": LATENCIES,
+    "rated_cycles": (0, 10**7),
+    "life_spread_percent": (0, 1000),
+    "reserve_blocks": (0, 1 << 20),
+    "wear_spread": (0, 10**7),
+    "retry_ppm": (0, 1_000_000),
+    "retries": (0, 1000),
+    "retention_ns": (0, 1 << 60),
+    "seed": (0, 1 << 31),
+}
+"""What a flash drive may have beyond its geometry (flash_geometry.py); a profile that is silent has none of it."""
 _VERBS = frozenset({"read", "write", "copy", "flush"})
 COSTS = ("power_watts", "price_usd")
 _COST = (1, 10**9)
@@ -246,8 +264,16 @@ class _Reader:
         }
         times = {key: self.constant(table, key, 1, LATENCIES[1]) for key in ("read_ns", "program_ns", "erase_ns")}
         rate = self.constant(table, "channel_bytes_per_s", *RATES)
+        more = {
+            key: self.constant(table, key, low, high, unknown=0, absent=0)
+            for key, (low, high) in _FLASH_OPTIONS.items()
+        }
+        bits = self.constant(table, "bits_per_cell", 2, 5, absent=3)
         table.finish()
-        return FlashGeometry(capacity=capacity, unit_nbytes=unit_nbytes, channel_bytes_per_s=rate, **count, **times)
+        return FlashGeometry(
+            capacity=capacity, unit_nbytes=unit_nbytes, channel_bytes_per_s=rate, bits_per_cell=bits,
+            **count, **times, **more,
+        )  # fmt: skip
 
     def _pnm(self, table: Table) -> PnmGeometry:
         sizes = ("channels", "banks", "row_nbytes", "granule_nbytes", "burst_nbytes", "tile_nbytes", "engines")

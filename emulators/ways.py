@@ -46,6 +46,7 @@ class Ways:
         self.profile = profile
         self.own = own
         self._sigma = fabric.dilation
+        self._clock = fabric.clock
         self.weight = weight
         self._copies = engine.copies
         self.reach: dict[str, Reach] = {}
@@ -142,6 +143,8 @@ class Ways:
         medium = self.media[memory]
         firmware = medium.firmware
         assert firmware is not None
+        if medium.timed is not None:
+            medium.timed.advance(self._clock.now() // self._sigma)
         work = firmware.access(reads, writes) if commit else firmware.plan(reads, writes)
         if work.alone_ns:
             job.demands.append((medium.route, work.alone_ns * work.share, work.share * NS, latency_ns))

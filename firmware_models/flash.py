@@ -13,80 +13,69 @@ Geometry: `channels` buses with `dies_per_channel` dies each. A die senses one p
   have put it: a drive that answers such reads from its table alone looks faster than the drive.
 - A command on an idle drive takes the larger of its busiest die (plus the transfer of a page) and its busiest channel
   (plus the sensing of a page). Commands that overlap share the dies by the part that they use (media.py); that two
-  small commands meet on one die is not modelled.
+  small commands meet on one die is modelled by timed drives only.
+
+A geometry may ask for more: a write buffer, a cache of blocks with one bit per cell, reads that suspend programs, wear
+and bad blocks, reads that need retries. flash_geometry.py says what each of them does.
+
+A *timed* drive (one with any of the first three) is told the time by `advance` before each command, and keeps what
+every die and channel still has to do. Its answer contains the waiting: `alone_ns` is the time from now to the end of
+the command, whatever else is under way, and the share is the smallest there is, so that nobody counts it twice. A
+command that was told its end keeps it, also when reads that come later push its programs back. Whoever never tells the
+time asks when the command before has ended.
 
 Every slot carries the unit it holds and a tag (the sequence number of the write), as the spare area of a real page
 does; the back door reads them. Capacity in units is fixed; physical space is `spare_percent` larger, plus two blocks
-per die.
+per die, the reserve and the cache.
 
-What happens to each unit is compiled (flash_units.py) and works on the tables that are made here.
+What happens to each unit is compiled (flash_units.py) and works on the tables that are made here (flash_state.py).
 """
 
 from __future__ import annotations
 
 import mmap
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tierloop.firmware_models.flash_geometry import FlashGeometry
+from tierloop.firmware_models.flash_health import CAUSES, KINDS, FlashHealth, Operation
+from tierloop.firmware_models.flash_state import (
+    BAD_BLOCKS,
+    COLLECTED_UNITS,
+    DRAW,
+    ERASED_BLOCKS,
+    ERASES,
+    FILL,
+    FOLDED_UNITS,
+    HOST_UNITS,
+    LAST,
+    LEVELLED_UNITS,
+    LOG_WIDTH,
+    LOGGED,
+    NOW,
+    PADDED_UNITS,
+    PROGRAMMED_UNITS,
+    READ_ONLY,
+    READ_UNITS,
+    RETRIES,
+    SENSED_PAGES,
+    STRIPE,
+    SUSPENDS,
+    UNTIL,
+    WRITES,
+    Int64,
+    blank_state,
+)
 from tierloop.firmware_models.media import NOTHING, MediaWork, Ranges, parallel
 
-Int64 = NDArray[np.int64]
+__all__ = ["FlashGeometry", "FlashHealth", "FlashModel", "Operation", "Slot"]
+
 _AGE_UNITS = 1 << 20
 _HUGE_NBYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class FlashGeometry:
-    """Sizes in bytes, times in ns, `channel_bytes_per_s` per channel."""
-
-    capacity: int
-    unit_nbytes: int
-    page_nbytes: int
-    planes: int
-    channels: int
-    dies_per_channel: int
-    stripes_per_block: int
-    read_ns: int
-    program_ns: int
-    erase_ns: int
-    channel_bytes_per_s: int
-    spare_percent: int
-
-    def __post_init__(self) -> None:
-        if min(getattr(self, f) for f in self.__dataclass_fields__) < 1:
-            raise ValueError(f"every number of a flash geometry is at least 1: {self}")
-        if self.page_nbytes % self.unit_nbytes:
-            raise ValueError(f"a page of {self.page_nbytes} B holds no whole number of {self.unit_nbytes} B units")
-        if self.spare_percent * (self.stripes_per_block - 1) < 100:
-            raise ValueError(
-                f"spare_percent {self.spare_percent} is less than the stripe per block that collecting garbage can "
-                f"lose: 100 / (stripes_per_block - 1), stripes_per_block = {self.stripes_per_block}"
-            )
-
-    @property
-    def dies(self) -> int:
-        """Dies of the whole drive."""
-        return self.channels * self.dies_per_channel
-
-    @property
-    def slots(self) -> int:
-        """Units in a stripe."""
-        return self.page_nbytes // self.unit_nbytes * self.planes
-
-    @property
-    def units(self) -> int:
-        """Units that the host sees."""
-        return self.capacity // self.unit_nbytes
-
-    @property
-    def blocks_per_die(self) -> int:
-        """Blocks of a die, spare ones included."""
-        per_block = self.dies * self.slots * self.stripes_per_block
-        return -(-self.units * (100 + self.spare_percent) // (100 * per_block)) + 2
+_UNLIMITED = 1 << 50
+"""Bytes/s that nothing here limits."""
 
 
 class Slot(NamedTuple):
@@ -98,94 +87,43 @@ class Slot(NamedTuple):
     tag: int
 
 
-class Layout(NamedTuple):
-    """The geometry as the compiled part has it, at the beginning of its state: counts, times in ns, bytes."""
+class FlashModel:
+    """The controller and its media. `host_units`, `collected_units` and `erased_blocks` only grow.
 
-    units: int
-    unit_nbytes: int
-    page_units: int
-    slots: int
-    stripes_per_block: int
-    blocks_per_die: int
-    dies: int
-    channels: int
-    dies_per_channel: int
-    read_ns: int
-    program_ns: int
-    erase_ns: int
-
-
-class Tables(NamedTuple):
-    """The controller's state, all int64: `map` (units,) holds the slot of each unit plus one, 0 if it has none.
-
-    `owner` and `tag` (slots,) are the spare areas: the unit plus one, 0 for garbage, and the number of the write.
-    `valid` and `closed` (blocks,) count units that are not garbage and mark blocks that are full; `free` (blocks,)
-    holds a stack of erased blocks for each die, `free_count`, `open_block` and `next_stripe` (dies,) go with it.
-    `counters` is indexed by the names below. `die_ns` (dies,) and `bus_units` (channels,) are what the present command
-    asks for.
+    The latest `remembered` operations of the dies are kept for `history`.
     """
 
-    map: Int64
-    owner: Int64
-    tag: Int64
-    valid: Int64
-    closed: Int64
-    free: Int64
-    free_count: Int64
-    open_block: Int64
-    next_stripe: Int64
-    counters: Int64
-    die_ns: Int64
-    bus_units: Int64
-
-
-DIE, STRIPE, FILL, WRITES, HOST_UNITS, COLLECTED_UNITS, ERASED_BLOCKS = range(7)
-"""`Tables.counters`: whose turn it is, the open stripe (-1: none) and its units, writes so far, and the statistics."""
-_COUNTERS = 7
-
-
-class FlashModel:
-    """The controller and its media. `host_units`, `collected_units` and `erased_blocks` only grow."""
-
-    def __init__(self, geometry: FlashGeometry) -> None:
+    def __init__(self, geometry: FlashGeometry, remembered: int = 0) -> None:
         from tierloop.firmware_models import flash_units  # compiles on import: now, and not while a command runs
 
-        g = self.geometry = geometry
+        if remembered < 0:
+            raise ValueError(f"remembered = {remembered} operations; allowed: 0 or more")
+        self.geometry = geometry
+        self.timed = geometry.timed
         self._units = flash_units
-        self._unit_ns = -(-g.unit_nbytes * 1_000_000_000 // g.channel_bytes_per_s)
+        self._unit_ns = geometry.unit_ns
+        self._remembered = remembered
         self._faults: dict[int, int] = {}
         self._faulty: Int64 = np.empty(0, dtype=np.int64)
         self.reset()
 
     def reset(self) -> None:
-        """Erase everything: no unit is mapped, every block is free, counters are 0."""
+        """Erase everything: no unit is mapped, every block is free and new, counters and the time are 0."""
         g = self.geometry
-        layout = Layout(
-            units=g.units,
-            unit_nbytes=g.unit_nbytes,
-            page_units=g.page_nbytes // g.unit_nbytes,
-            slots=g.slots,
-            stripes_per_block=g.stripes_per_block,
-            blocks_per_die=g.blocks_per_die,
-            dies=g.dies,
-            channels=g.channels,
-            dies_per_channel=g.dies_per_channel,
-            read_ns=g.read_ns,
-            program_ns=g.program_ns,
-            erase_ns=g.erase_ns,
-        )
-        blocks = g.dies * g.blocks_per_die
-        slots = blocks * g.stripes_per_block * g.slots
-        state = np.zeros(len(layout) + _COUNTERS + 3 * blocks + 4 * g.dies + g.channels, dtype=np.int64)
-        state[: len(layout)] = layout
+        slots = g.dies * g.blocks_per_die * g.stripes_per_block * g.slots
+        state = blank_state(g, self._remembered)
         self._state = (state, _lazy_zeros(g.units), _lazy_zeros(slots), _lazy_zeros(slots))
-        tables: Tables = self._units.tables_of(*self._state)
+        tables = self._tables = self._units.tables_of(*self._state)
         tables.counters[STRIPE] = -1
-        tables.free[:] = np.arange(blocks).reshape(g.dies, -1)[:, ::-1].reshape(-1)
-        tables.free_count[:] = g.blocks_per_die
+        tables.counters[DRAW] = g.seed
+        blocks = np.arange(g.dies * g.blocks_per_die).reshape(g.dies, -1)
+        tables.free.reshape(g.dies, -1)[:, : g.main_blocks] = blocks[:, : g.main_blocks][:, ::-1]
+        tables.free_count[:] = g.main_blocks
         tables.open_block[:] = -1
+        tables.reserve[:] = g.reserve_blocks
         self._map, self._owner, self._tag, self._valid = tables[:4]
         self._counters = tables.counters
+        self._is_told = False
         self._faults.clear()
         self._sort_faults()
 
@@ -206,18 +144,69 @@ class FlashModel:
 
     @property
     def write_amplification(self) -> float:
-        """Units programmed per unit that the host wrote; 1 before the first write."""
-        return 1 + self.collected_units / self.host_units if self.host_units else 1.0
+        """Units programmed, padding included, per unit that the host wrote; 1 before the first write."""
+        return self.health.write_amplification
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the reserve is used up: writes fail from then on."""
+        return bool(self._counters[READ_ONLY])
+
+    @property
+    def health(self) -> FlashHealth:
+        """What the drive reports about itself."""
+        g, count = self.geometry, self._counters.tolist()
+        unit = g.unit_nbytes
+        used = 0
+        if g.rated_cycles:
+            main = self._tables.erases.reshape(g.dies, -1)[:, : g.main_blocks]
+            used = min(int(main.sum()) * 100 // (main.size * g.rated_cycles), 255)
+        reserve = g.dies * g.reserve_blocks
+        return FlashHealth(
+            host_written=count[HOST_UNITS] * unit,
+            host_read=count[READ_UNITS] * unit,
+            programmed=count[PROGRAMMED_UNITS] * unit,
+            sensed=count[SENSED_PAGES] * g.page_nbytes,
+            collected=count[COLLECTED_UNITS] * unit,
+            folded=count[FOLDED_UNITS] * unit,
+            levelled=count[LEVELLED_UNITS] * unit,
+            padded=count[PADDED_UNITS] * unit,
+            buffered=count[FILL] * unit,
+            erases=count[ERASES],
+            bad_blocks=count[BAD_BLOCKS],
+            suspends=count[SUSPENDS],
+            retries=count[RETRIES],
+            spare_percent=int(self._tables.reserve.sum()) * 100 // reserve if reserve else 100,
+            percentage_used=used,
+            read_only=self.read_only,
+        )
 
     # -- the bus face ---------------------------------------------------------------------------------------------
 
+    def advance(self, now_ns: int) -> None:
+        """It is `now_ns`: the next command comes then. An earlier time than the last one changes nothing."""
+        self._is_told = True
+        self._units.pass_time(*self._state, now_ns)
+
     def access(self, reads: Ranges, writes: Ranges) -> MediaWork:
-        """Read, then write. Ranges lie on the grid of units. Raises ValueError for one outside the capacity."""
+        """Read, then write. Ranges lie on the grid of units. Raises ValueError for one outside the capacity.
+
+        A write to a drive that has become read-only does nothing and has a fault.
+        """
         return self._serve(reads, writes, planned=False)
 
     def plan(self, reads: Ranges, writes: Ranges) -> MediaWork:
         """What the access costs if no garbage has to be collected. Raises ValueError as `access` does."""
-        return self._serve(reads, writes, planned=True)
+        if not self.timed:
+            return self._serve(reads, writes, planned=True)
+        tables = self._tables
+        parts = tables.counters, tables.queue, tables.buffer, tables.bus_free
+        kept = [part.copy() for part in parts]
+        try:
+            return self._serve(reads, writes, planned=True)
+        finally:
+            for part, old in zip(parts, kept, strict=True):
+                part[:] = old
 
     def trim(self, address: int, nbytes: int) -> None:
         """Forget the units that lie wholly inside; reading them gives zeros from then on."""
@@ -230,9 +219,13 @@ class FlashModel:
         self._units.trim(*self._state, first, last)
 
     def ceiling(self, write: bool) -> int:
-        """The slower of all dies and all channels at work."""
+        """The slower of all dies and all channels at work; a write buffer takes in what fits as fast as it comes."""
         g = self.geometry
-        die = g.page_nbytes * g.planes * 1_000_000_000 // g.program_ns if write else g.page_nbytes * 10**9 // g.read_ns
+        if write and g.buffer_nbytes:
+            return _UNLIMITED
+        program_ns = g.slc_program_ns if g.slc_percent else g.program_ns
+        read_ns = min(g.read_ns, g.slc_read_ns) if g.slc_percent else g.read_ns
+        die = g.page_nbytes * g.planes * 10**9 // program_ns if write else g.page_nbytes * 10**9 // read_ns
         return min(die * g.dies, g.channel_bytes_per_s * g.channels)
 
     # -- the back door --------------------------------------------------------------------------------------------
@@ -256,6 +249,31 @@ class FlashModel:
                 part = units[first : first + _AGE_UNITS]
                 self.access(NOTHING, np.stack([part * unit, np.full(len(part), unit)], axis=1))
 
+    def wear(self, cycles: int) -> None:
+        """Count so many more erasures of every block of the main area and its reserve, as years of use do."""
+        if cycles < 0:
+            raise ValueError(f"{cycles} cycles; a block does not get younger")
+        g = self.geometry
+        self._tables.erases.reshape(g.dies, -1)[:, : g.main_blocks + g.reserve_blocks] += cycles
+
+    @property
+    def erases(self) -> list[int]:
+        """How often each block was erased."""
+        return [int(n) for n in self._tables.erases]
+
+    @property
+    def operations(self) -> int:
+        """How many entries the history has had so far, where operations are remembered."""
+        return int(self._counters[LOGGED])
+
+    def history(self, latest: int | None = None) -> tuple[Operation, ...]:
+        """The latest operations of the dies, the oldest first: so many, or all that are remembered."""
+        rows = self._tables.log.reshape(-1, LOG_WIDTH)
+        end = self.operations
+        count = min(len(rows), end) if latest is None else min(latest, len(rows), end)
+        found = (rows[i % len(rows)].tolist() for i in range(end - count, end))
+        return tuple(Operation(KINDS[kind], CAUSES[cause], *rest) for kind, cause, *rest in found)
+
     def inject(self, unit: int, times: int = 1) -> None:
         """Let the next `times` reads that touch this unit fail."""
         self._faults[unit] = times
@@ -264,14 +282,25 @@ class FlashModel:
     # -- the controller -------------------------------------------------------------------------------------------
 
     def _serve(self, reads: Ranges, writes: Ranges, planned: bool) -> MediaWork:
-        g = self.geometry
+        g, counters = self.geometry, self._counters
         reads, writes = np.ascontiguousarray(reads, np.int64), np.ascontiguousarray(writes, np.int64)
+        refused = ""
+        if len(writes) and counters[READ_ONLY]:
+            writes, refused = NOTHING, "read-only: the last spare block is used up"
+        if self.timed and not self._is_told:
+            counters[NOW] = counters[LAST]
+        drawn = counters[DRAW], counters[RETRIES]
         asked = self._units.access(*self._state, reads, writes, planned)
         die_most, die_all, bus_most, bus_all, sensed, moved = asked
         if die_most < 0:
             start, nbytes = (writes if die_all else reads)[bus_most].tolist()
             raise ValueError(f"[{start}, {start + nbytes}) is outside a drive of {g.capacity} bytes")
+        if planned:
+            counters[DRAW], counters[RETRIES] = drawn
         fault = self._fault(reads) if self._faults and not planned else ""
+        fault = fault or refused
+        if self.timed:
+            return MediaWork(int(counters[UNTIL] - counters[NOW]), 1, moved * g.unit_nbytes, fault)
         bus, bus_all = bus_most * self._unit_ns, bus_all * self._unit_ns
         alone = max(die_most + (self._unit_ns if die_most and bus else 0), bus + (g.read_ns if sensed else 0))
         share = max(parallel(die_all, g.dies, alone), parallel(bus_all, g.channels, alone))

@@ -1,24 +1,69 @@
-"""What each unit of a flash command does to the tables of flash.py, compiled: 5 to 50 ns a unit.
+"""What each unit of a flash command does to the tables of flash_state.py, compiled: 5 to 50 ns a unit.
 
 Imported by whoever makes a drive, since importing compiles. Every function takes the controller's state as arrays,
-reads no clock and depends on nothing else.
+reads no clock and depends on nothing else. What a die does for it goes through flash_dies.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 from numba import types
 
-from tierloop.devices.kernels.compiled import INT64, TABLE, inline, kernel
+from tierloop.devices.kernels import compiled
+from tierloop.devices.kernels.compiled import INT64, TABLE, inline
 from tierloop.devices.kernels.lanes import prefetch
-from tierloop.firmware_models.flash import (
+from tierloop.firmware_models.flash_dies import (
+    INTS,
+    LAYOUT,
+    TABLES,
+    append,
+    drawn,
+    extra_rounds,
+    is_buffered,
+    note,
+    operate,
+    operation_ns,
+    sense,
+    settle,
+)
+from tierloop.firmware_models.flash_state import (
+    AT,
+    BAD,
+    BAD_BLOCKS,
+    BUSY_UNTIL,
+    COLLECT,
     COLLECTED_UNITS,
+    COUNTERS,
     DIE,
+    DIE_WIDTH,
+    ERASE,
     ERASED_BLOCKS,
     FILL,
+    FOLD,
+    FOLDED_UNITS,
+    HOST,
     HOST_UNITS,
+    LAST,
+    LEVEL,
+    LEVELLED_UNITS,
+    LOG_WIDTH,
+    NOW,
+    PROGRAM,
+    PROGRAMMED_UNITS,
+    READ,
+    READ_ONLY,
+    READ_UNITS,
+    READS_UNTIL,
+    RETIRE,
+    ROOM,
+    SENSED_PAGES,
     STRIPE,
+    STRIPES,
+    UNTIL,
     WRITES,
     Int64,
     Layout,
@@ -26,11 +71,23 @@ from tierloop.firmware_models.flash import (
 )
 from tierloop.firmware_models.media import Ranges
 
-_INTS = types.Array(INT64, 1, "C")
+_F = TypeVar("_F", bound=Callable[..., Any])
+_BENEATH = b"".join(Path(__file__).with_name(f"flash_{part}.py").read_bytes() for part in ("dies", "state"))
+_DIGEST = hashlib.sha256(_BENEATH).hexdigest()[:12]
+
+
+def kernel(returns: Any, *arguments: Any) -> Callable[[_F], _F]:
+    """As in compiled.py; what is kept on disk counts only while the files that these kernels are built on stay as they
+    are, too: Numba looks at the file of the function alone."""
+
+    def decorate(function: _F) -> _F:
+        function.__qualname__ = f"{function.__qualname__}.{_DIGEST}"
+        return compiled.kernel(returns, *arguments)(function)
+
+    return decorate
+
+
 _tuple_of: Any = types.UniTuple
-_named: Any = types.NamedUniTuple
-_LAYOUT = _named(INT64, len(Layout._fields), Layout)
-_TABLES = _named(_INTS, len(Tables._fields), Tables)
 _ASKED = _tuple_of(INT64, 6)
 Asked = tuple[int, int, int, int, int, int]
 """ns of the busiest die and of all dies, units over the busiest bus and over all, whether a page was sensed, units."""
@@ -46,30 +103,59 @@ def _ask(builder: Any, address: Any) -> None:
     prefetch(builder, address)
 
 
-@kernel(_LAYOUT, _INTS)
+@kernel(LAYOUT, INTS)
 def layout_of(state: Int64) -> Layout:
     """The numbers that the state begins with."""
     s = state
-    return Layout(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11])
+    return Layout(
+        s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13], s[14], s[15], s[16],
+        s[17], s[18], s[19], s[20], s[21], s[22], s[23], s[24], s[25], s[26], s[27], s[28], s[29], s[30], s[31],
+    )  # fmt: skip
 
 
-@kernel(_TABLES, _INTS, _INTS, _INTS, _INTS)
+_LAYOUT_NUMBERS = len(Layout._fields)
+
+
+@kernel(TABLES, INTS, INTS, INTS, INTS)
 def tables_of(state: Int64, slots: Int64, owner: Int64, tag: Int64) -> Tables:
     """The parts of the state by name. It comes as one array because each costs 0.2 µs at every call, a tuple more."""
     layout = layout_of(state)
     dies, blocks = layout.dies, layout.dies * layout.blocks_per_die
-    counters = state[12 : 12 + 7]
-    rest = state[19:]
-    valid, closed, free = rest[:blocks], rest[blocks : 2 * blocks], rest[2 * blocks : 3 * blocks]
-    rest = rest[3 * blocks :]
-    free_count, open_block, next_stripe = rest[:dies], rest[dies : 2 * dies], rest[2 * dies : 3 * dies]
-    die_ns, bus_units = rest[3 * dies : 4 * dies], rest[4 * dies :]
-    return Tables(
-        slots, owner, tag, valid, closed, free, free_count, open_block, next_stripe, counters, die_ns, bus_units
+    counters = state[_LAYOUT_NUMBERS : _LAYOUT_NUMBERS + COUNTERS]
+    rest = state[_LAYOUT_NUMBERS + COUNTERS :]
+    valid, closed, erases, since = (
+        rest[:blocks],
+        rest[blocks : 2 * blocks],
+        rest[2 * blocks : 3 * blocks],
+        rest[3 * blocks : 4 * blocks],
     )
+    free = rest[4 * blocks : 5 * blocks]
+    rest = rest[5 * blocks :]
+    free_count, open_block, next_stripe = rest[:dies], rest[dies : 2 * dies], rest[2 * dies : 3 * dies]
+    reserve, cache = rest[3 * dies : 4 * dies], rest[4 * dies : 7 * dies]
+    die_ns = rest[7 * dies : 8 * dies]
+    rest = rest[8 * dies :]
+    bus_units = rest[: layout.channels]
+    rest = rest[layout.channels :]
+    queued, places, channels = dies * DIE_WIDTH, 3 * layout.buffer_stripes, layout.channels
+    if not layout.timed:
+        queued = places = channels = 0
+    queue, buffer = rest[:queued], rest[queued : queued + places]
+    rest = rest[queued + places :]
+    bus_free, log = rest[:channels], rest[channels : channels + layout.remembered * LOG_WIDTH]
+    return Tables(
+        slots, owner, tag, valid, closed, erases, since, free, free_count, open_block, next_stripe, reserve, cache,
+        counters, die_ns, bus_units, queue, buffer, bus_free, log,
+    )  # fmt: skip
 
 
-@kernel(INT64, _LAYOUT, TABLE)
+@kernel(types.boolean, LAYOUT)
+def _is_plain(layout: Layout) -> bool:
+    """Whether the host's operations only add up: nobody asks when, on what, or how often."""
+    return not layout.timed and layout.retry_ppm == 0 and layout.remembered == 0
+
+
+@kernel(INT64, LAYOUT, TABLE)
 def _first_outside(layout: Layout, ranges: Ranges) -> int:
     """The first range that is negative or ends behind the last unit; -1 if all are inside."""
     most = layout.units * layout.unit_nbytes
@@ -80,7 +166,7 @@ def _first_outside(layout: Layout, ranges: Ranges) -> int:
     return -1
 
 
-@kernel(types.void, _INTS, _INTS, _INTS, _INTS, INT64, INT64)
+@kernel(types.void, INTS, INTS, INTS, INTS, INT64, INT64)
 def trim(state: Int64, slots: Int64, owner: Int64, tag: Int64, first: int, last: int) -> None:
     """Forget the units [first, last)."""
     layout, tables = layout_of(state), tables_of(state, slots, owner, tag)
@@ -94,17 +180,37 @@ def trim(state: Int64, slots: Int64, owner: Int64, tag: Int64, first: int, last:
             slots[unit] = 0
 
 
-@kernel(INT64, _LAYOUT, _TABLES, TABLE)
-def _count_reads(layout: Layout, tables: Tables, ranges: Ranges) -> int:
+@kernel(INT64, LAYOUT, TABLES, INT64, INT64, types.boolean)
+def _sense_page(layout: Layout, tables: Tables, die: int, page: int, planned: bool) -> int:
+    """Read a page for the host; returns 1, or 0 if it still lies in the write buffer."""
+    per_stripe = layout.slots // layout.page_units
+    stripe = page // per_stripe
+    if layout.timed and is_buffered(tables, stripe):
+        return 0
+    block = stripe // layout.stripes_per_block
+    ns = operation_ns(layout, READ, block)
+    if layout.retry_ppm > 0:
+        ns *= 1 + extra_rounds(layout, tables, block)
+    tables.die_ns[die] += ns
+    if layout.timed:
+        end = sense(layout, tables, die, block, ns)
+        tables.counters[UNTIL] = max(tables.counters[UNTIL], end + layout.unit_ns)
+    if not planned:
+        note(tables, READ, HOST, die, block, page - block * layout.stripes_per_block * per_stripe, 1, 0)
+    return 1
+
+
+@kernel(INT64, LAYOUT, TABLES, TABLE, types.boolean)
+def _count_reads(layout: Layout, tables: Tables, ranges: Ranges, planned: bool) -> int:
     """Add what reading takes to `die_ns` and `bus_units`; returns how many units are read, negative if one is sensed.
 
     Pages are sensed once as long as units that follow each other lie in them.
     """
-    slots, die_ns, bus_units = tables.map, tables.die_ns, tables.bus_units
-    units = 0
-    sensed = False
+    slots, die_ns, bus_units, counters = tables.map, tables.die_ns, tables.bus_units, tables.counters
+    units = pages = 0
     last_page = die = channel = -1
-    buffered = tables.counters[STRIPE]
+    open_stripe = counters[STRIPE]
+    plain = _is_plain(layout)
     place = slots.ctypes.data
     for i in range(ranges.shape[0]):
         if i + _AHEAD < ranges.shape[0]:
@@ -126,33 +232,45 @@ def _count_reads(layout: Layout, tables: Tables, ranges: Ranges) -> int:
                 stripe = slot // layout.slots
                 die = stripe // (layout.stripes_per_block * layout.blocks_per_die)
                 channel = die // layout.dies_per_channel
-                if stripe != buffered:
-                    die_ns[die] += layout.read_ns
-                    sensed = True
+                if stripe != open_stripe:
+                    if plain:
+                        die_ns[die] += layout.read_ns
+                        pages += 1
+                    else:
+                        pages += _sense_page(layout, tables, die, page, planned)
             bus_units[channel] += 1
-    return -units if sensed else units
+    if not planned:
+        counters[READ_UNITS] += units
+        counters[SENSED_PAGES] += pages
+    return -units if pages else units
 
 
-@kernel(types.boolean, _LAYOUT, _TABLES, INT64)
-def _collect(layout: Layout, tables: Tables, die: int) -> bool:
-    """Erase the closed block with the fewest valid units and write those again; False if that frees nothing."""
-    slots, owners, tags, valid, closed = tables.map, tables.owner, tables.tag, tables.valid, tables.closed
+@kernel(INT64, LAYOUT, TABLES, INT64)
+def _valid_pages(layout: Layout, tables: Tables, block: int) -> int:
+    """How many pages of a block hold a unit that is not garbage."""
     full = layout.slots * layout.stripes_per_block
-    victim, fewest = -1, full + 1
-    for block in range(die * layout.blocks_per_die, (die + 1) * layout.blocks_per_die):
-        if closed[block] and valid[block] < fewest:
-            victim, fewest = block, valid[block]
-    if victim < 0:
-        return False
-    stripes = (fewest + layout.slots - 1) // layout.slots
-    if stripes >= layout.stripes_per_block:
-        return False
-    target = victim * full
+    pages = 0
+    last_page = -1
+    for slot in range(block * full, (block + 1) * full):
+        if tables.owner[slot] > 0:
+            page = slot // layout.page_units
+            pages += page != last_page
+            last_page = page
+    return pages
+
+
+@kernel(INT64, LAYOUT, TABLES, INT64, INT64)
+def _compact(layout: Layout, tables: Tables, source: int, target: int) -> int:
+    """Put the units of a block at the beginning of one that holds none, or of itself; returns in how many pages they
+    were."""
+    slots, owners, tags = tables.map, tables.owner, tables.tag
+    full = layout.slots * layout.stripes_per_block
+    to = target * full
     pages = 0
     last_page = -1
     place = slots.ctypes.data
-    for slot in range(victim * full, (victim + 1) * full):
-        if slot + _AHEAD < (victim + 1) * full and owners[slot + _AHEAD] > 0:
+    for slot in range(source * full, (source + 1) * full):
+        if slot + _AHEAD < (source + 1) * full and owners[slot + _AHEAD] > 0:
             _ask(place + (owners[slot + _AHEAD] - 1) * 8)
         owner = owners[slot]
         if owner > 0:
@@ -160,21 +278,161 @@ def _collect(layout: Layout, tables: Tables, die: int) -> bool:
             pages += page != last_page
             last_page = page
             owners[slot] = 0
-            owners[target] = owner
-            tags[target] = tags[slot]
-            slots[owner - 1] = target + 1
-            target += 1
+            owners[to] = owner
+            tags[to] = tags[slot]
+            slots[owner - 1] = to + 1
+            to += 1
+    if source != target:
+        tables.valid[target] = tables.valid[source]
+        tables.valid[source] = 0
+    return pages
+
+
+@kernel(INT64, LAYOUT, INT64)
+def _lasts(layout: Layout, block: int) -> int:
+    """How many erasures a block lasts."""
+    luck = drawn(drawn(layout.seed * 1_000_003 + block)) >> 33 & 0x7FFFFFFF
+    return layout.rated_cycles + luck % (layout.rated_cycles * layout.life_spread_percent // 100 + 1)
+
+
+@kernel(INT64, LAYOUT, TABLES, INT64)
+def _stand_in(layout: Layout, tables: Tables, die: int) -> int:
+    """Take a block of the reserve, of this die if it has one; taking the last one makes the drive read-only."""
+    left = 0
+    taken = -1
+    for turn in range(layout.dies):
+        other = (die + turn) % layout.dies
+        if taken < 0 and tables.reserve[other] > 0:
+            tables.reserve[other] -= 1
+            taken = other * layout.blocks_per_die + layout.main_blocks + tables.reserve[other]
+        left += tables.reserve[other]
+    if left == 0:
+        tables.counters[READ_ONLY] = 1
+    return taken
+
+
+@kernel(types.void, LAYOUT, TABLES, INT64)
+def _retire(layout: Layout, tables: Tables, victim: int) -> None:
+    """The erasure of a closed block fails: its units move into a block of the reserve."""
+    counters, valid = tables.counters, tables.valid
+    die = victim // layout.blocks_per_die
+    block = _stand_in(layout, tables, die)
+    home = block // layout.blocks_per_die
+    units = valid[victim]
+    stripes = (units + layout.slots - 1) // layout.slots
+    pages = _compact(layout, tables, victim, block)
+    operate(layout, tables, READ, COLLECT, die, victim, 0, pages, units)
+    operate(layout, tables, RETIRE, COLLECT, die, victim, 0, 1, 0)
+    operate(layout, tables, PROGRAM, COLLECT, home, block, 0, stripes, units)
+    tables.closed[victim] = BAD
+    counters[BAD_BLOCKS] += 1
+    counters[COLLECTED_UNITS] += units
+    tables.bus_units[die // layout.dies_per_channel] += units
+    tables.bus_units[home // layout.dies_per_channel] += units
+    if home == die:
+        tables.open_block[die] = block
+        tables.next_stripe[die] = stripes
+    elif units > 0:
+        tables.closed[block] = 1
+    else:
+        tables.free[home * layout.blocks_per_die + tables.free_count[home]] = block
+        tables.free_count[home] += 1
+
+
+@kernel(INT64, LAYOUT, TABLES, INT64)
+def _coldest(layout: Layout, tables: Tables, victim: int) -> int:
+    """The closed block of the victim's die with the fewest erasures, if the victim would have too many more; or -1.
+
+    A block without valid units is no cold one: it will be erased soon.
+    """
+    first = victim // layout.blocks_per_die * layout.blocks_per_die
+    coldest = victim
+    for block in range(first, first + layout.main_blocks + layout.reserve_blocks):
+        if tables.closed[block] == 1 and tables.valid[block] > 0 and tables.erases[block] < tables.erases[coldest]:
+            coldest = block
+    return coldest if tables.erases[victim] + 1 - tables.erases[coldest] > layout.wear_spread else -1
+
+
+@kernel(types.void, LAYOUT, TABLES, INT64, INT64)
+def _exchange(layout: Layout, tables: Tables, victim: int, cold: int) -> None:
+    """Two closed blocks of a die are read and erased; the cold units go into the worn block, which stays closed, the
+    victim's into the fresh one, which is open."""
+    owners, tags, valid = tables.owner, tables.tag, tables.valid
+    die = victim // layout.blocks_per_die
+    full = layout.slots * layout.stripes_per_block
+    units, cold_units = valid[victim], valid[cold]
+    stripes, cold_stripes = (units + layout.slots - 1) // layout.slots, (cold_units + layout.slots - 1) // layout.slots
+    pages = _valid_pages(layout, tables, victim)
+    kept_owner, kept_tag = (
+        owners[victim * full : (victim + 1) * full].copy(),
+        tags[victim * full : (victim + 1) * full].copy(),
+    )
+    owners[victim * full : (victim + 1) * full] = 0
+    cold_pages = _compact(layout, tables, cold, victim)
+    to = cold * full
+    for i in range(full):
+        if kept_owner[i] > 0:
+            owners[to] = kept_owner[i]
+            tags[to] = kept_tag[i]
+            tables.map[kept_owner[i] - 1] = to + 1
+            to += 1
+    valid[cold] = units
+    operate(layout, tables, READ, COLLECT, die, victim, 0, pages, units)
+    operate(layout, tables, READ, LEVEL, die, cold, 0, cold_pages, cold_units)
+    operate(layout, tables, ERASE, COLLECT, die, victim, 0, 1, 0)
+    operate(layout, tables, ERASE, LEVEL, die, cold, 0, 1, 0)
+    operate(layout, tables, PROGRAM, LEVEL, die, victim, 0, cold_stripes, cold_units)
+    operate(layout, tables, PROGRAM, COLLECT, die, cold, 0, stripes, units)
+    tables.closed[cold] = 0
+    tables.open_block[die] = cold
+    tables.next_stripe[die] = stripes
+    tables.counters[COLLECTED_UNITS] += units
+    tables.counters[LEVELLED_UNITS] += cold_units
+    tables.bus_units[die // layout.dies_per_channel] += 2 * (units + cold_units)
+
+
+@kernel(types.boolean, LAYOUT, TABLES, INT64)
+def _collect(layout: Layout, tables: Tables, die: int) -> bool:
+    """Erase the closed block with the fewest valid units and write those again; False if that frees nothing here.
+
+    Of equal blocks the first one goes, or where wear is levelled the one with the fewest erasures.
+    """
+    valid, closed = tables.valid, tables.closed
+    first = die * layout.blocks_per_die
+    victim, fewest = -1, layout.slots * layout.stripes_per_block + 1
+    for block in range(first, first + layout.main_blocks + layout.reserve_blocks):
+        if closed[block] != 1:
+            continue
+        fresher = layout.wear_spread and valid[block] == fewest and tables.erases[block] < tables.erases[victim]
+        if valid[block] < fewest or fresher:
+            victim, fewest = block, valid[block]
+    if victim < 0:
+        return False
+    stripes = (fewest + layout.slots - 1) // layout.slots
+    if stripes >= layout.stripes_per_block:
+        return False
+    counters = tables.counters
+    if layout.reserve_blocks and not counters[READ_ONLY] and tables.erases[victim] >= _lasts(layout, victim):
+        _retire(layout, tables, victim)
+        return bool(tables.open_block[die] >= 0)
+    counters[ERASED_BLOCKS] += 1
+    cold = _coldest(layout, tables, victim) if layout.wear_spread else -1
+    if cold >= 0:
+        _exchange(layout, tables, victim, cold)
+        return True
+    pages = _compact(layout, tables, victim, victim)
     closed[victim] = 0
     tables.open_block[die] = victim
     tables.next_stripe[die] = stripes
-    tables.counters[ERASED_BLOCKS] += 1
-    tables.counters[COLLECTED_UNITS] += fewest
-    tables.die_ns[die] += pages * layout.read_ns + stripes * layout.program_ns + layout.erase_ns
+    counters[COLLECTED_UNITS] += fewest
+    operate(layout, tables, READ, COLLECT, die, victim, 0, pages, fewest)
+    operate(layout, tables, ERASE, COLLECT, die, victim, 0, 1, 0)
+    operate(layout, tables, PROGRAM, COLLECT, die, victim, 0, stripes, fewest)
     tables.bus_units[die // layout.dies_per_channel] += 2 * fewest
     return True
 
 
-@kernel(types.boolean, _LAYOUT, _TABLES, INT64)
+@kernel(types.boolean, LAYOUT, TABLES, INT64)
 def _has_room(layout: Layout, tables: Tables, die: int) -> bool:
     """Whether a die has an erased stripe; collects garbage where that is needed."""
     if tables.open_block[die] >= 0:
@@ -190,25 +448,142 @@ def _has_room(layout: Layout, tables: Tables, die: int) -> bool:
     return True
 
 
-@kernel(types.void, _LAYOUT, _TABLES)
-def _open_stripe(layout: Layout, tables: Tables) -> None:
-    """Find a die with an erased stripe, from the one whose turn it is."""
-    counters = tables.counters
-    for turn in range(layout.dies):
-        die = (counters[DIE] + turn) % layout.dies
+@kernel(INT64, LAYOUT, TABLES, INT64)
+def _with_room(layout: Layout, tables: Tables, first: int) -> int:
+    """A die with an erased stripe in the main area, from the first one on."""
+    for turn in range(layout.dies * (2 + layout.reserve_blocks)):
+        die = (first + turn) % layout.dies
         if _has_room(layout, tables, die):
-            counters[DIE] = die
-            counters[STRIPE] = tables.open_block[die] * layout.stripes_per_block + tables.next_stripe[die]
-            counters[FILL] = 0
-            return
+            return die
     raise AssertionError("the spare blocks always leave a stripe somewhere")
 
 
-@kernel(INT64, _LAYOUT, _TABLES, TABLE)
+@kernel(types.void, LAYOUT, TABLES, INT64)
+def _fold(layout: Layout, tables: Tables, die: int) -> None:
+    """Move the units of the oldest full block of a die's cache into the main area and erase it."""
+    slots, owners, tags, valid, cache = tables.map, tables.owner, tables.tag, tables.valid, tables.cache
+    counters, bus = tables.counters, tables.bus_units
+    block = die * layout.blocks_per_die + layout.main_blocks + layout.reserve_blocks + cache[3 * die]
+    units = valid[block]
+    operate(layout, tables, READ, FOLD, die, block, 0, _valid_pages(layout, tables, block), units)
+    bus[die // layout.dies_per_channel] += units
+    full = layout.slots * layout.stripes_per_block
+    slot = block * full
+    left = units
+    while left > 0:
+        home = _with_room(layout, tables, die)
+        target, stripe = tables.open_block[home], tables.next_stripe[home]
+        tables.next_stripe[home] += 1
+        count = min(left, layout.slots)
+        to = target * full + stripe * layout.slots
+        left -= count
+        for _ in range(count):
+            while owners[slot] == 0:
+                slot += 1
+            owner = owners[slot]
+            owners[slot] = 0
+            owners[to] = owner
+            tags[to] = tags[slot]
+            slots[owner - 1] = to + 1
+            to += 1
+        valid[target] += count
+        bus[home // layout.dies_per_channel] += count
+        operate(layout, tables, PROGRAM, FOLD, home, target, stripe, 1, count)
+    valid[block] = 0
+    counters[FOLDED_UNITS] += units
+    operate(layout, tables, ERASE, FOLD, die, block, 0, 1, 0)
+    cache[3 * die] = (cache[3 * die] + 1) % layout.slc_blocks
+    cache[3 * die + 1] -= 1
+
+
+@kernel(types.void, INTS, INTS, INTS, INTS, INT64)
+def pass_time(state: Int64, slots: Int64, owner: Int64, tag: Int64, now: int) -> None:
+    """It is `now`; a drive that was idle for long enough has begun to fold what it had time for."""
+    layout, tables = layout_of(state), tables_of(state, slots, owner, tag)
+    counters, q = tables.counters, tables.queue
+    counters[NOW] = max(counters[NOW], now)
+    if layout.slc_blocks == 0 or counters[READ_ONLY]:
+        return
+    tables.bus_units[:] = 0
+    from_ns = counters[LAST] + layout.idle_ns
+    more = from_ns < now
+    while more:
+        more = False
+        for die in range(layout.dies):
+            row = die * DIE_WIDTH
+            begin = max(from_ns, q[row + BUSY_UNTIL], q[row + READS_UNTIL])
+            if tables.cache[3 * die + 1] > 0 and begin < now and not counters[READ_ONLY]:
+                counters[AT] = begin
+                _fold(layout, tables, die)
+                more = True
+
+
+@kernel(types.void, LAYOUT, TABLES)
+def _enter(layout: Layout, tables: Tables) -> None:
+    """When the write buffer has room for the next stripe: operations for it may begin then."""
+    counters = tables.counters
+    if layout.buffer_stripes and counters[STRIPES] >= layout.buffer_stripes:
+        counters[ROOM] = max(counters[ROOM], tables.buffer[3 * (counters[STRIPES] % layout.buffer_stripes)])
+    counters[AT] = max(counters[NOW], counters[ROOM])
+
+
+@kernel(types.void, LAYOUT, TABLES, INT64, INT64, INT64)
+def _leave(layout: Layout, tables: Tables, die: int, stripe: int, end: int) -> None:
+    """The buffer's place of a full stripe is free when it has been programmed."""
+    counters, buffer = tables.counters, tables.buffer
+    if layout.buffer_stripes:
+        place = 3 * (counters[STRIPES] % layout.buffer_stripes)
+        buffer[place], buffer[place + 1], buffer[place + 2] = end, die, stripe + 1
+    counters[STRIPES] += 1
+
+
+@kernel(types.void, LAYOUT, TABLES)
+def _open_stripe(layout: Layout, tables: Tables) -> None:
+    """Find a die with an erased stripe, from the one whose turn it is; in its cache if it has one."""
+    counters = tables.counters
+    _enter(layout, tables)
+    counters[FILL] = 0
+    die = counters[DIE]
+    if layout.slc_blocks:
+        if tables.cache[3 * die + 1] == layout.slc_blocks:
+            _fold(layout, tables, die)
+        number = (tables.cache[3 * die] + tables.cache[3 * die + 1]) % layout.slc_blocks
+        block = die * layout.blocks_per_die + layout.main_blocks + layout.reserve_blocks + number
+        counters[STRIPE] = block * layout.stripes_per_block + tables.cache[3 * die + 2]
+        return
+    die = _with_room(layout, tables, die)
+    counters[DIE] = die
+    counters[STRIPE] = tables.open_block[die] * layout.stripes_per_block + tables.next_stripe[die]
+
+
+@kernel(types.void, LAYOUT, TABLES)
+def _program_stripe(layout: Layout, tables: Tables) -> None:
+    """The open stripe is full: program it."""
+    counters, cache = tables.counters, tables.cache
+    die, stripe = counters[DIE], counters[STRIPE]
+    block = stripe // layout.stripes_per_block
+    number = stripe - block * layout.stripes_per_block
+    end = operate(layout, tables, PROGRAM, HOST, die, block, number, 1, layout.slots)
+    _leave(layout, tables, die, stripe, end)
+    if layout.slc_blocks:
+        cache[3 * die + 2] += 1
+        if cache[3 * die + 2] == layout.slc_stripes:
+            cache[3 * die + 2] = 0
+            cache[3 * die + 1] += 1
+    else:
+        tables.next_stripe[die] += 1
+
+
+@kernel(INT64, LAYOUT, TABLES, TABLE)
 def _write(layout: Layout, tables: Tables, ranges: Ranges) -> int:
-    """Write units in the order of the ranges; returns how many."""
+    """Write units in the order of the ranges; returns how many.
+
+    A plain drive finds and programs most stripes right here: handing the tables to another kernel takes 0.2 µs, and
+    going through all of them for every stripe made writes three times slower.
+    """
     slots, owner, tag, valid, counters = tables.map, tables.owner, tables.tag, tables.valid, tables.counters
     per_block = layout.slots * layout.stripes_per_block
+    plain = _is_plain(layout)
     written = 0
     place, spare = slots.ctypes.data, owner.ctypes.data
     for i in range(ranges.shape[0]):
@@ -220,7 +595,11 @@ def _write(layout: Layout, tables: Tables, ranges: Ranges) -> int:
         written += last - unit
         while unit < last:
             if counters[STRIPE] < 0:
-                _open_stripe(layout, tables)
+                die = counters[DIE]
+                if plain and tables.open_block[die] >= 0 and tables.next_stripe[die] < layout.stripes_per_block:
+                    counters[STRIPE] = tables.open_block[die] * layout.stripes_per_block + tables.next_stripe[die]
+                else:
+                    _open_stripe(layout, tables)
             die, stripe, fill, writes = counters[DIE], counters[STRIPE], counters[FILL], counters[WRITES]
             take = min(layout.slots - fill, last - unit)
             slot = stripe * layout.slots + fill
@@ -239,9 +618,14 @@ def _write(layout: Layout, tables: Tables, ranges: Ranges) -> int:
             tables.bus_units[die // layout.dies_per_channel] += take
             counters[WRITES] = writes
             counters[FILL] = fill + take
+            counters[UNTIL] = max(counters[UNTIL], counters[AT])
             if fill + take == layout.slots:
-                tables.die_ns[die] += layout.program_ns
-                tables.next_stripe[die] += 1
+                if plain:
+                    tables.die_ns[die] += layout.program_ns
+                    tables.next_stripe[die] += 1
+                    counters[PROGRAMMED_UNITS] += layout.slots
+                else:
+                    _program_stripe(layout, tables)
                 counters[DIE] = (die + 1) % layout.dies
                 counters[STRIPE] = -1
                 counters[FILL] = 0
@@ -249,26 +633,42 @@ def _write(layout: Layout, tables: Tables, ranges: Ranges) -> int:
     return written
 
 
-@kernel(INT64, _LAYOUT, _TABLES, TABLE)
+@kernel(INT64, LAYOUT, TABLES, TABLE)
 def _count_writes(layout: Layout, tables: Tables, ranges: Ranges) -> int:
-    """What `_write` would take if no garbage had to be collected; returns how many units."""
+    """What `_write` would take if no garbage had to be collected; returns how many units.
+
+    Of the tables it changes only what belongs to the time of a timed drive.
+    """
+    counters = tables.counters
     written = 0
     for i in range(ranges.shape[0]):
         written += ranges[i, 1] // layout.unit_nbytes
-    die, fill, left = tables.counters[DIE], tables.counters[FILL], written
+    die, fill, left = counters[DIE], counters[FILL], written
+    cache_block = layout.blocks_per_die - 1 if layout.slc_blocks else 0
+    each_ns = operation_ns(layout, PROGRAM, cache_block)
+    opened = counters[STRIPE] >= 0
     while left > 0:
+        if not opened:
+            _enter(layout, tables)
         take = min(layout.slots - fill, left)
         tables.bus_units[die // layout.dies_per_channel] += take
+        counters[UNTIL] = max(counters[UNTIL], counters[AT])
         left -= take
         fill += take
-        if fill == layout.slots:
-            tables.die_ns[die] += layout.program_ns
+        opened = fill < layout.slots
+        if not opened:
+            tables.die_ns[die] += each_ns
+            if layout.timed:
+                end = append(tables, die, each_ns, 1, -1)
+                _leave(layout, tables, die, -1, end)
+                if layout.buffer_stripes == 0:
+                    counters[UNTIL] = max(counters[UNTIL], end + layout.unit_ns)
             die = (die + 1) % layout.dies
             fill = 0
     return written
 
 
-@kernel(_ASKED, _TABLES, INT64, INT64)
+@kernel(_ASKED, TABLES, INT64, INT64)
 def _asked(tables: Tables, read: int, more: int) -> Asked:
     """What dies and buses were asked for; `read` as `_count_reads` returns it, `more` the other units moved."""
     die_most = die_all = bus_most = bus_all = 0
@@ -281,7 +681,15 @@ def _asked(tables: Tables, read: int, more: int) -> Asked:
     return die_most, die_all, bus_most, bus_all, int(read < 0), abs(read) + more
 
 
-@kernel(_ASKED, _INTS, _INTS, _INTS, _INTS, TABLE, TABLE, types.boolean)
+@kernel(INT64, LAYOUT, INT64)
+def _sensing_ns(layout: Layout, read: int) -> int:
+    """The shortest time before a page is on its channel, if one was sensed: `read` is what `_count_reads` returned."""
+    if read >= 0:
+        return 0
+    return min(layout.read_ns, layout.slc_read_ns) if layout.slc_blocks else layout.read_ns
+
+
+@kernel(_ASKED, INTS, INTS, INTS, INTS, TABLE, TABLE, types.boolean)
 def access(state: Int64, slots: Int64, owner: Int64, tag: Int64, reads: Ranges, writes: Ranges, planned: bool) -> Asked:
     """Read, then write; where it is only `planned`, nothing changes but what the command asks for.
 
@@ -294,9 +702,22 @@ def access(state: Int64, slots: Int64, owner: Int64, tag: Int64, reads: Ranges, 
     wrong = _first_outside(layout, writes)
     if wrong >= 0:
         return -1, 1, wrong, 0, 0, 0
+    counters = tables.counters
     tables.die_ns[:] = 0
     tables.bus_units[:] = 0
-    read = _count_reads(layout, tables, reads)
-    collected = tables.counters[COLLECTED_UNITS]
-    written = _count_writes(layout, tables, writes) if planned else _write(layout, tables, writes)
-    return _asked(tables, read, written + 2 * (tables.counters[COLLECTED_UNITS] - collected))
+    counters[UNTIL] = counters[NOW]
+    counters[AT] = max(counters[NOW], counters[ROOM])
+    read = written = 0
+    if reads.shape[0]:  # handing over the tables for nothing costs 0.2 µs
+        read = _count_reads(layout, tables, reads, planned)
+    if layout.timed:
+        settle(layout, tables, _sensing_ns(layout, read), True)
+        tables.bus_units[:] = 0
+    moved = counters[COLLECTED_UNITS] + counters[FOLDED_UNITS] + counters[LEVELLED_UNITS]
+    if writes.shape[0]:
+        written = _count_writes(layout, tables, writes) if planned else _write(layout, tables, writes)
+    if layout.timed:
+        settle(layout, tables, _sensing_ns(layout, read), layout.buffer_stripes == 0)
+        counters[LAST] = max(counters[LAST], counters[UNTIL])
+    moved = counters[COLLECTED_UNITS] + counters[FOLDED_UNITS] + counters[LEVELLED_UNITS] - moved
+    return _asked(tables, read, written + 2 * moved)

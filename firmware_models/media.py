@@ -4,11 +4,14 @@ A firmware model is the controller logic of a device: it turns byte ranges into 
 controller's state. It has no clock and no threads, and it does not know what else is going on. An emulated device
 gives it the ranges of a command and hands the answer to the timing fabric, where commands that overlap in time share
 the medium: one that needs an eighth of the dies leaves seven eighths to the others.
+
+Firmware that is *timed* does its own queueing: it is told the time before each access, and its answer contains the
+waiting. Its share is 1, so that the fabric does not count the waiting again.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +54,16 @@ class Firmware(Protocol):
 
     def reset(self) -> None:
         """Back to the state in which the device left the factory."""
+
+
+@runtime_checkable
+class Timed(Firmware, Protocol):
+    """Firmware that wants to be told the time, if it is `timed`; otherwise nobody has to."""
+
+    timed: bool
+
+    def advance(self, now_ns: int) -> None:
+        """It is `now_ns`: what comes next comes then. Called before `access` and `plan`; time does not run back."""
 
 
 def parallel(busy_ns: int, units: int, alone_ns: int) -> int:

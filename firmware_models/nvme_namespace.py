@@ -150,6 +150,8 @@ class Namespace:
 
     def _remember(self, lba: int, count: int, durable: bool) -> None:
         size = self.lba_nbytes
+        if durable and not self._beneath:
+            return
         for block in range(lba, lba + count):
             if durable:
                 self._beneath.pop(block, None)

@@ -426,10 +426,10 @@ class ShowsLostBytes(Faulty):
 
 
 class LosesMore(Faulty):
-    """One page that is lost makes the page before it unreadable as well."""
+    """A page that is lost takes everything before it along."""
 
     def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
-        super().unreadable(region, offset - nbytes, 2 * nbytes)
+        super().unreadable(region, 0, offset + nbytes)
 
 
 class ForgetsTheFailure(Faulty):

@@ -1,8 +1,16 @@
-"""The flash translation layer unit by unit, in lists and dicts: what the compiled one has to agree with."""
+"""The flash translation layer unit by unit, in lists and dicts: what the compiled one has to agree with.
+
+`SlowFlash` is a plain drive, `Chip` the dies by the rules of a datasheet, `SlowDie` what one die does when.
+"""
 
 from __future__ import annotations
 
-from tierloop.firmware_models.flash import FlashGeometry
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tierloop.firmware_models.flash import FlashGeometry, Operation
 from tierloop.firmware_models.media import WHOLE, MediaWork, Ranges
 
 
@@ -145,3 +153,119 @@ class SlowFlash:
         self.die_ns[die] += pages * g.read_ns + stripes * g.program_ns + g.erase_ns
         self.bus_units[die // g.dies_per_channel] += 2 * len(held)
         return True
+
+
+class Chip:
+    """The dies as a datasheet has them: carries out operations and refuses what real ones would spoil data with."""
+
+    def __init__(self, geometry: FlashGeometry) -> None:
+        self.g = geometry
+        blocks = geometry.dies * geometry.blocks_per_die
+        self.programmed = [0] * blocks
+        """Stripes that are programmed, from the first one on."""
+        self.erases = [0] * blocks
+        self.bad: set[int] = set()
+        self.read_units: Counter[str] = Counter()
+        self.programmed_units: Counter[str] = Counter()
+        self.stripes = self.pages = 0
+
+    def is_cache(self, block: int) -> bool:
+        return block % self.g.blocks_per_die >= self.g.main_blocks + self.g.reserve_blocks
+
+    def stripes_of(self, block: int) -> int:
+        return self.g.slc_stripes if self.is_cache(block) else self.g.stripes_per_block
+
+    def carry_out(self, operations: Iterable[Operation]) -> None:
+        for op in operations:
+            assert op.block // self.g.blocks_per_die == op.die, f"{op}: the block is on another die"
+            assert op.times > 0, f"{op}: nothing to do"
+            if op.kind == "program":
+                self.program(op)
+            elif op.kind == "read":
+                self.read(op)
+            else:
+                self.erase(op)
+
+    def program(self, op: Operation) -> None:
+        assert op.block not in self.bad, f"{op}: the block is bad"
+        assert op.first == self.programmed[op.block], f"{op}: stripes of a block are programmed in order, each once"
+        assert op.first + op.times <= self.stripes_of(op.block), f"{op}: the block ends before"
+        assert 0 < op.units <= op.times * self.g.slots, f"{op}: so many units do not fit"
+        assert op.units == op.times * self.g.slots or op.cause != "host", f"{op}: the host's stripes are full"
+        self.programmed[op.block] += op.times
+        self.programmed_units[op.cause] += op.units
+        self.stripes += op.times
+
+    def read(self, op: Operation) -> None:
+        self.pages += op.times
+        if op.cause != "host":
+            assert self.programmed[op.block], f"{op}: nothing was programmed there"
+            self.read_units[op.cause] += op.units
+
+    def erase(self, op: Operation) -> None:
+        assert op.block not in self.bad, f"{op}: the block is bad"
+        assert self.programmed[op.block], f"{op}: the block is erased already"
+        self.programmed[op.block] = 0
+        if op.kind == "retire":
+            self.bad.add(op.block)
+        else:
+            self.erases[op.block] += 1
+
+    def settled(self) -> None:
+        """Between commands, whatever was read to be moved has been programmed again."""
+        for cause in ("collect", "fold", "level"):
+            assert self.read_units[cause] == self.programmed_units[cause], f"{cause}: units were lost on the way"
+
+
+@dataclass
+class Slowly:
+    """One operation that a die has to do."""
+
+    start: int
+    end: int
+    block: int
+    overtaken: int = 0
+
+
+class SlowDie:
+    """The queue of a single die, operation by operation: what flash_dies.py does with runs of them."""
+
+    def __init__(self, suspends: int, suspend_ns: int) -> None:
+        self.suspends, self.suspend_ns = suspends, suspend_ns
+        self.operations: list[Slowly] = []
+        self.reads_until = 0
+        self.suspended = 0
+
+    def program(self, at: int, ns: int, block: int) -> Slowly:
+        start = max([at, self.reads_until] + [op.end for op in self.operations])
+        self.operations.append(Slowly(start, start + ns, block))
+        return self.operations[-1]
+
+    def read(self, now: int, ns: int, block: int) -> int:
+        start, stands_still = max(now, self.reads_until), self.reads_until > now
+        for op in self.operations:
+            if op.end > start and (op.block == block or self.suspends == 0):
+                start, stands_still = op.end, False
+        for number, op in enumerate(self.operations):
+            if op.end <= start:
+                continue
+            if op.start >= start + ns:
+                break
+            if op.overtaken == self.suspends:
+                start, stands_still = op.end, False
+                continue
+            op.overtaken += 1
+            if op.start < start:
+                if not stands_still:
+                    self.suspended += 1
+                    start += self.suspend_ns
+                    op.end += self.suspend_ns
+                op.end += ns
+            else:
+                op.start, op.end = start + ns, start + ns + op.end - op.start
+            for before, after in pairwise(self.operations[number:]):
+                late = max(before.end - after.start, 0)
+                after.start, after.end = after.start + late, after.end + late
+            break
+        self.reads_until = start + ns
+        return self.reads_until

@@ -215,7 +215,7 @@ def test_levels_are_named_by_their_numbers_too() -> None:
 
 
 def test_a_real_driver_on_a_model_is_reported_as_emulated_with_the_model() -> None:
-    report = run(lambda site: open_modelled("pnm", site)[0], ["identity"], device="pnm0")
+    report = run(lambda site: open_modelled(["pnm"], site), ["identity"], device="pnm0")
     assert (report.provenance, report.model) == ("emulated", "the firmware model of a near-memory processor")
     assert report.passed, str(report)
 

@@ -190,6 +190,20 @@ def test_bind_asks_for_room_before_it_touches_anything(site: Site, two: Machine)
     device.close()
 
 
+def test_what_a_control_group_would_not_survive_is_refused_before_anything_is_touched(site: Site) -> None:
+    container = machine("restricted-cpuset")
+    device = open_cpu("dram", site, {**SMALL, "node": 1, "placement": "preferred"}, container.kernel)
+    used = GIB - (256 << 20)
+    container.kernel.tree.put("/sys/fs/cgroup/memory.max", str(used + 2 * PAGE))
+    device.alloc(2 * PAGE)
+    with pytest.raises(
+        OutOfMemory, match=rf"{3 * PAGE} bytes; {2 * PAGE} are free in what the machine and this process"
+    ):
+        device.alloc(3 * PAGE)
+    assert container.memory.used[1] == 2 * PAGE
+    device.close()
+
+
 def test_a_wish_that_is_not_met_is_reported_and_no_error(site: Site) -> None:
     two = small(n2=2)
     device = open_cpu("cxl", site, {**SMALL, "node": 2, "placement": "preferred"}, two.kernel)
@@ -358,9 +372,9 @@ def test_paths_are_what_the_firmware_says_whatever_is_opened_first(site: Site, t
     card = open_cpu("card", site, {**SMALL, "node": 2}, two.kernel)
     assert memory_nodes(site) == {"near": 0, "far": 1, "card": 2}
     seen = {path.memory: (path.latency_ns, path.read_bytes_per_s) for path in near.info.executors[0].paths}
-    assert seen == {"near": (80, 200 * GIB), "far": (0, 0), "card": (250, 32 * GIB)}
+    assert seen == {"near": (80, 204_800_000_000), "far": (0, 0), "card": (250, 32_768_000_000)}
     seen = {path.memory: (path.latency_ns, path.read_bytes_per_s) for path in far.info.executors[0].paths}
-    assert seen == {"far": (80, 200 * GIB), "near": (0, 0), "card": (0, 0)}
+    assert seen == {"far": (80, 204_800_000_000), "near": (0, 0), "card": (0, 0)}
     for device in (near, far, card):
         device.close()
 
@@ -392,7 +406,7 @@ def test_a_memory_on_several_nodes_has_no_node(site: Site, two: Machine) -> None
     device.close()
 
 
-@pytest.mark.parametrize("tree", ["laptop", "two-sockets-cxl", "restricted-cpuset"])
+@pytest.mark.parametrize("tree", ["laptop", "two-sockets-cxl", "restricted-cpuset", "three-nodes"])
 def test_recorded_machines_run_the_driver_without_options(site: Site, tree: str) -> None:
     device = open_cpu("cpu", site, {}, machine(tree).kernel)
     region = device.alloc(10)

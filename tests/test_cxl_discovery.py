@@ -160,6 +160,25 @@ def test_a_region_that_nothing_shows_needs_its_driver() -> None:
     ]
 
 
+def test_a_card_that_no_port_leads_to_says_what_is_missing() -> None:
+    texts = tree("system-ram")
+    texts.remove("/sys/bus/cxl/devices/endpoint2")
+    (problem,) = problems(cxl_topology(ModelKernel(texts)), "mem0")
+    assert problem[1] == "cxl disable-memdev mem0 && cxl enable-memdev mem0"
+    texts.remove("/sys/bus/cxl/devices/root0")
+    (problem,) = problems(cxl_topology(ModelKernel(texts)), "mem0")
+    assert problem[1] == "modprobe cxl_acpi"
+
+
+def test_a_port_without_a_driver_is_a_problem() -> None:
+    texts = tree("volatile-devdax")
+    for name in ("endpoint3", "port2"):
+        texts.remove(f"{texts.real(f'/sys/bus/cxl/devices/{name}')}/driver")
+    topology = cxl_topology(ModelKernel(texts))
+    assert problems(topology, "endpoint3") == [("the endpoint port has no driver", "cxl enable-port -e endpoint3")]
+    assert problems(topology, "port2") == [("the switch port has no driver", "cxl enable-port port2")]
+
+
 def test_a_machine_without_cxl_has_nothing_and_nothing_to_complain_about() -> None:
     assert cxl_topology(ModelKernel(Tree())) == Topology()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.attention_case import bytes_of
-from tests.cxl_rig import MIB, PAGE, devdax, file_of, opened, pair, tree
+from tests.cxl_rig import MIB, PAGE, DaxNode, devdax, file_of, opened, pair, tree
 from tests.launches import carry_out, every_kernel
 from tests.numa_rig import a_node_of_this_machine
 from tierloop.devices.clocks import VirtualClock, WallClock
@@ -44,7 +45,7 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Segment
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
-from tierloop.devices.system import HostSystem, System
+from tierloop.devices.system import HostSystem, System, address_of
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 from tierloop.emulators.kernel import ModelKernel
 from tierloop.emulators.kernel_numa import Memory, NumaMemory
@@ -285,8 +286,24 @@ def test_a_devdax_has_one_owner(site: Site) -> None:
     assert kernel.open_fds == 0
 
 
+class OffTheGrid(DaxNode):
+    """A kernel that never puts a mapping on a multiple of `grid`."""
+
+    grid = 1 << 30
+
+    def mmap(self, nbytes: int, offset: int) -> mmap.mmap:
+        on_the_grid = []  # kept, and a page beside each, so that the next lies elsewhere
+        while True:
+            made = super().mmap(nbytes, offset)
+            if address_of(made) % self.grid:
+                return made
+            on_the_grid += [made, mmap.mmap(-1, PAGE)]
+
+
 def test_a_mapping_that_the_kernel_puts_off_the_alignment_is_refused(site: Site) -> None:
-    kernel, node = devdax(align=1 << 30, size=1 << 30)
+    kernel, _ = devdax(align=1 << 30, size=1 << 30)
+    node = OffTheGrid(1 << 30, PAGE)
+    kernel.add("/dev/dax0.0", node)
     with pytest.raises(Misaligned, match="whole pieces of 1073741824 bytes"):
         open_cxl("cxl0", site, {"path": "/dev/dax0.0"}, kernel)
     assert kernel.open_fds == 0
@@ -510,7 +527,7 @@ def test_the_rates_of_an_interleave_set_are_those_of_its_devices_together() -> N
 
 def test_what_the_kernel_says_of_the_whole_path_comes_first() -> None:
     found, source, _ = rates({"path": "/dev/dax1.0"}, devdax("pmem", "dax1.0")[0])
-    assert found == Rates(17350, 17350, 16000 << 20, 16000 << 20)
+    assert found == Rates(17350, 17350, 16_000_000_000, 16_000_000_000)
     assert source == "said by the kernel (/sys/bus/cxl/devices/region1/access0), for the whole path"
 
 

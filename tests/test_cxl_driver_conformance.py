@@ -32,7 +32,7 @@ class TestOnAPersistentDevdax(Suite):
     """A recorded machine with a dax device of this test's own."""
 
     device: ClassVar[str] = "cxl0"
-    levels: ClassVar[tuple[str, ...]] = ("identity", "memory", "errors")
+    levels: ClassVar[tuple[str, ...]] = ("memory",)
 
     def open(self, site: Site) -> Platform:
         kernel, _ = devdax("pmem", "dax1.0")
@@ -43,7 +43,7 @@ class TestOnANodeOfThisMachine(Suite):
     """Memory that is really bound."""
 
     device: ClassVar[str] = "cxl0"
-    levels: ClassVar[tuple[str, ...]] = ("identity", "memory")
+    levels: ClassVar[tuple[str, ...]] = ("memory",)
 
     def open(self, site: Site) -> Platform:
         return pair(site, {"node": a_node_of_this_machine(), "capacity": 8 * MIB})

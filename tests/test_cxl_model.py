@@ -167,6 +167,15 @@ def test_a_partition_changes_with_the_next_reset() -> None:
     assert struct.unpack("<4Q", told(device, PARTITIONS)) == (3, 1, 0, 0)
 
 
+def test_what_changes_sides_is_erased_and_nothing_else() -> None:
+    device = card(volatile_nbytes=GRAIN, persistent_nbytes=GRAIN, partitionable_nbytes=GRAIN)
+    for place in range(3):
+        device.poke(place * GRAIN, b"mark")
+    told(device, SET_PARTITIONS, struct.pack("<QB", 2, 0))
+    device.reset()
+    assert [device.peek(place * GRAIN, 4) for place in range(3)] == [b"mark", bytes(4), b"mark"]
+
+
 @pytest.mark.parametrize("volatile", [0, 4, 1 << 60])
 def test_a_partition_stays_within_what_can_be_divided(volatile: int) -> None:
     device = card(volatile_nbytes=GRAIN, persistent_nbytes=GRAIN, partitionable_nbytes=2 * GRAIN)
@@ -268,12 +277,9 @@ def test_a_long_poison_list_comes_in_pieces() -> None:
     lines = [128 * i for i in range(40)]
     for line in lines:
         device.poison(line)
-    found, flags = [], 1
-    while flags & 1:
-        flags, records = poison_list(told(device, POISON, struct.pack("<QQ", 0, 4096)))
-        assert len(records) <= (256 - 32) // 16
-        found += [record[0] for record in records]
-    assert found == lines
+    pieces = [poison_list(told(device, POISON, struct.pack("<QQ", 0, 4096))) for _ in range(3)]  # 14 records each
+    assert [(flags, len(records)) for flags, records in pieces] == [(1, 14), (1, 14), (0, 12)]
+    assert [record[0] for _, records in pieces for record in records] == lines
     assert poison_list(told(device, POISON, struct.pack("<QQ", 0, 4096)))[1][0][0] == 0
 
 
@@ -388,6 +394,16 @@ def test_sanitizing_goes_on_in_the_background_and_leaves_nothing() -> None:
     assert told(device, GET_LSA, struct.pack("<II", 0, 6)) == bytes(6)
 
 
+def test_a_medium_that_is_being_erased_gives_no_bytes_and_takes_none() -> None:
+    device = card(sanitize_ns=1000)
+    device.poke(0, b"secret")
+    ask(device, SANITIZE)
+    assert commit(device, 0, GRAIN, GRAIN)
+    assert device.load(GRAIN) == (b"\xff" * LINE, True, None)
+    device.store(GRAIN, b"x")
+    assert device.peek(0, 6) == b"secret"
+
+
 def test_a_card_that_is_decoding_is_not_sanitized() -> None:
     device = decoding()
     assert ask(device, SANITIZE)[0] == Code.INVALID_INPUT
@@ -475,6 +491,17 @@ def test_decoders_are_given_up_from_the_top_and_not_when_locked() -> None:
         device.write_component(at + 0x20 + 0x20 * number, 0)
     assert [decoder.number for decoder in device.state.decoders.committed] == [0]
     device.reset()
+    assert device.state.decoders.committed == []
+
+
+def test_a_decoder_below_another_is_not_given_up() -> None:
+    device = card()
+    assert commit(device, 0, GRAIN, GRAIN)
+    assert commit(device, 1, 2 * GRAIN, GRAIN)
+    device.write_component(hdm(device) + 0x20, 0)
+    assert [decoder.number for decoder in device.state.decoders.committed] == [0, 1]
+    device.write_component(hdm(device) + 0x40, 0)
+    device.write_component(hdm(device) + 0x20, 0)
     assert device.state.decoders.committed == []
 
 

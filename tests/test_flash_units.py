@@ -51,13 +51,14 @@ def agree(model: FlashModel, slow: SlowFlash) -> None:
     )
 
 
+@pytest.mark.parametrize("remembered", [0, 5])
 @pytest.mark.parametrize("geometry", [SMALL, UNEVEN])
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(script=st.lists(moves, max_size=40))
 def test_any_script_gives_the_same_work_map_and_garbage(
-    geometry: FlashGeometry, script: list[tuple[str, list[tuple[int, int]], list[tuple[int, int]]]]
+    geometry: FlashGeometry, remembered: int, script: list[tuple[str, list[tuple[int, int]], list[tuple[int, int]]]]
 ) -> None:
-    model, slow = FlashModel(geometry), SlowFlash(geometry)
+    model, slow = FlashModel(geometry, remembered), SlowFlash(geometry)
     for action, first, second in script:
         reads, writes = (units(*((a, min(n, 75 - a)) for a, n in side)) for side in (first, second))
         if action == "access":

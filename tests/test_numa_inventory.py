@@ -6,7 +6,8 @@ import pytest
 
 from tests.numa_rig import a_node_of_this_machine, machine
 from tierloop.devices.system import HOST
-from tierloop.tools.inventory import Found, cpus_on_nodes
+from tierloop.tools.found import Found
+from tierloop.tools.inventory_hardware import cpus_on_nodes
 
 
 def on(tree: str) -> dict[str, Found]:
@@ -20,7 +21,7 @@ def test_every_node_with_memory_is_a_device() -> None:
 
 def test_a_card_says_what_is_special_about_it() -> None:
     remarks = " | ".join(on("two-sockets-cxl")["cpu with node = 2"].reasons)
-    for said in ("no cores", "(0-7)", "movable", "250 ns and 34 GB/s", "the kernel may move its pages: demotion"):
+    for said in ("no cores", "(0-7)", "movable", "250 ns and 33 GB/s", "the kernel may move its pages: demotion"):
         assert said in remarks, said
 
 

@@ -163,7 +163,7 @@ CALLS = st.sampled_from(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.lists(st.tuples(CALLS, st.lists(st.one_of(VALUES, PLACES), min_size=6, max_size=6)), max_size=12))
 def test_no_call_breaks_it_or_moves_the_pages_of_another(calls: list[tuple[int, list[int | str]]]) -> None:
     two = small()

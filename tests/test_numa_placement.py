@@ -91,3 +91,18 @@ def test_a_look_that_was_refused_claims_nothing(site: Site) -> None:
     assert found.elsewhere == 0
     row = placements.report()["memories"]["dram"]
     assert (row["pages_per_node"], row["unknown"]) == ({}, ["EPERM"])
+
+
+def test_regions_that_are_gone_stay_in_the_report(site: Site) -> None:
+    placements = Placements.of(site)
+    placements.offer("dram", lying({2: 8}, {0: 2, 2: 6}, {2: 8}))
+    gone, refused, live = region(0), region(1), region(2)
+    for one in (gone, refused, live):
+        placements.allocated(one)
+    placements.freed(gone)
+    placements.refused(refused)
+    row = placements.report()["memories"]["dram"]
+    assert (row["regions"], row["regions_live"], row["nbytes"]) == (2, 1, 16 * 4096)
+    assert (row["pages_per_node"], row["pages_elsewhere"]) == ({"2": 16}, 0)
+    assert [moved.placement.region for moved in placements.moved] == [refused]
+    assert placements.report() == placements.report()

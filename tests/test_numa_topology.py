@@ -47,6 +47,8 @@ def test_numbers_of_nodes_have_gaps_and_cards_have_no_cores() -> None:
 def test_free_memory_counts_files_that_can_be_dropped() -> None:
     two = machine("two-sockets-cxl").kernel
     assert numa_topology(two).nodes[0].free_nbytes == free_nbytes(two, 0) == (56 + 4) * GIB
+    two.tree.put(f"{NODES}/node0/meminfo", "Node 0 MemTotal: 90 kB\nNode 0 MemFree: 10 kB\nNode 0 Active(file): 8 kB")
+    assert free_nbytes(two, 0) == (10 + 4) * 1024
 
 
 def test_a_container_sees_the_machine_and_may_use_a_part_of_it() -> None:
@@ -60,7 +62,7 @@ def test_the_table_of_the_firmware_describes_paths_from_its_best_initiators_only
     two = topology("two-sockets-cxl")
     here = two.path({0, 3}, "cxl", 2)
     assert (here.memory, here.latency_ns) == ("cxl", 250)
-    assert (here.read_bytes_per_s, here.write_bytes_per_s) == (32 * GIB, 30 * GIB)
+    assert (here.read_bytes_per_s, here.write_bytes_per_s) == (32_768_000_000, 30_720_000_000)
     for cores, node in (({8}, 2), ({0, 8}, 2), (set(), 2), ({0}, None), ({0}, 3)):
         there = two.path(cores, "cxl", node)
         assert (there.latency_ns, there.read_bytes_per_s, there.write_bytes_per_s) == (0, 0, 0)
@@ -77,6 +79,19 @@ def test_cores_of_a_node_without_any_are_those_of_the_nearest() -> None:
 def test_cores_outside_the_cpuset_are_not_offered() -> None:
     assert topology("restricted-cpuset").cpus_near([0]) == {8, 9, 10}
     assert topology("restricted-cpuset").cpus_near([1]) == {8, 9, 10}
+
+
+def test_a_recorded_kernel_is_read_as_it_was_set_up() -> None:
+    three = topology("three-nodes")
+    assert [(node.has_cpu, node.has_memory, node.tier) for node in three.nodes.values()] == [
+        (True, True, "memory_tier4"),
+        (True, True, "memory_tier4"),
+        (False, True, "memory_tier87"),
+    ]
+    assert three.nodes[2].distances == {0: 31, 1: 41, 2: 10}
+    assert three.path({0}, "cxl", 2).latency_ns == 250
+    assert three.path({1}, "cxl", 2).latency_ns == 0
+    assert three.cpus_near([2]) == {0}
 
 
 def test_a_node_with_cores_and_no_memory_is_a_node() -> None:

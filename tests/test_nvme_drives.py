@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, nvme_drives, state_advice
 from tierloop.emulators.kernel import ModelKernel, Tree
@@ -104,6 +106,15 @@ def test_a_disk_or_partition_with_holders_is_in_use(part: str) -> None:
 def test_mounts_of_other_disks_do_not_count() -> None:
     mounts = "1 0 259:7 / / rw - ext4 /dev/nvme0n10 rw\n2 1 0:22 / /proc rw - proc proc rw\nbroken - line\n"
     assert in_use(machine(proc__self__mountinfo=mounts), "/sys/block/nvme0n1") == ""
+
+
+@given(st.text(), st.text(), st.text())
+def test_no_text_of_the_kernel_breaks_the_list(mounts: str, swaps: str, fact: str) -> None:
+    kernel = machine(proc__self__mountinfo=mounts, proc__swaps=swaps)
+    for name in ("numa_node", "state", "nvme0n1/size", "nvme0n1/dev", "nvme0n1/nvme0n1p1/partition"):
+        kernel.tree.put(f"{CONTROLLER}/{name}", fact)
+    (drive,) = nvme_drives(kernel)
+    assert [namespace.name for namespace in drive.namespaces] == ["nvme0n1"]
 
 
 def test_a_state_that_is_not_live_comes_with_advice() -> None:

@@ -15,7 +15,17 @@ from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, host_memory, on_drive, o
 from tests.nvme_tables import controller_table, namespace_table
 from tierloop.devices.commands import Copy, Flush, Read, Write
 from tierloop.devices.drivers.nvme import nvme_drives, probe
-from tierloop.devices.drivers.nvme_commands import ADMIN_COMMAND, IDENTIFY, PAYLOAD, READ, WRITE, WRITE_ZEROES
+from tierloop.devices.drivers.nvme_commands import (
+    ADMIN_COMMAND,
+    DATASET,
+    GET_LOG,
+    IDENTIFY,
+    IO_COMMAND,
+    PAYLOAD,
+    READ,
+    WRITE,
+    WRITE_ZEROES,
+)
 from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
@@ -30,6 +40,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.regions import Region
+from tierloop.emulators import kernel_uring
 from tierloop.emulators.kernel import Absent
 from tierloop.emulators.kernel_nvme import nvme_machine
 from tierloop.emulators.kernel_nvme_nodes import GenericNode
@@ -166,6 +177,15 @@ def test_freed_blocks_are_given_back_to_the_drive(rig: Rig, region: Region) -> N
     assert operations(rig, "trim") == [(0, 2048)]
 
 
+def test_a_drive_that_refuses_to_take_blocks_back_is_not_asked_again(rig: Rig, region: Region) -> None:
+    other = rig.device.alloc(4096)
+    with rig.machine.guard:
+        rig.machine.controller.inject_status(DATASET, 0x4001)
+    rig.device.free(region)
+    rig.device.free(other)
+    assert operations(rig, "trim") == []
+
+
 def test_the_capacity_is_the_namespace_unless_less_is_asked_for(rig: Rig) -> None:
     assert rig.device.info.memories[0].capacity == 64 * MIB
     assert on_drive(capacity=1 * MIB).open().info.memories[0].capacity == 1 * MIB
@@ -222,12 +242,21 @@ def test_a_media_error_names_the_block_and_leaves_the_others(rig: Rig, region: R
     assert np.array_equal(rig.read(region.at(301 * 512, 4096)), bytes_of(1, 1 * MIB)[301 * 512 :][:4096])
 
 
-def test_without_the_error_log_a_media_error_names_the_blocks_it_may_be(rig: Rig, region: Region) -> None:
+def test_without_the_error_log_the_block_is_found_by_reading_again(rig: Rig, region: Region) -> None:
     bad = rig.device.offset_of(region) // 512 + 300
     with rig.machine.guard:
         rig.machine.controller.inject_read_error(1, bad)
-        rig.machine.controller.inject_status(2, 0x4002, times=100, admin=True)
-    assert f"one LBA of blocks {bad - 44} to {bad + 211}" in str(rig.error_of(Read(region.all(), buffer())))
+        rig.machine.controller.inject_status(GET_LOG, 0x4002, times=100, admin=True)
+    assert f"LBA {bad} " in str(rig.error_of(Read(region.all(), buffer())))
+
+
+def test_an_error_that_does_not_come_again_names_the_blocks_it_may_have_been(rig: Rig, region: Region) -> None:
+    first = rig.device.offset_of(region) // 512
+    with rig.machine.guard:
+        rig.machine.controller.inject_status(READ, 0x4281)
+        rig.machine.controller.inject_status(GET_LOG, 0x4002, times=100, admin=True)
+    error = rig.error_of(Read(region.at(0, 4096), buffer(4096)))
+    assert f"one LBA of blocks {first} to {first + 7}" in str(error)
 
 
 def test_a_write_fault_is_a_media_error_and_the_device_works(rig: Rig, region: Region) -> None:
@@ -364,6 +393,81 @@ def test_an_ioctl_that_is_put_off_is_made_again(number: int) -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("number", [0, errno.EIO, errno.ENODEV, errno.ENODATA, errno.ENOSPC])
+def test_a_block_device_that_is_pulled_out_is_gone_whatever_the_errno(number: int) -> None:
+    rig = on_drive(path="/dev/nvme0n1", io="posix" if number else "io_uring")
+    region = rig.device.alloc(4096)
+    rig.machine.tree.remove("/sys/class/nvme/nvme0")
+    if number:
+        rig.machine.fail_next("pread", number)
+    else:
+        rig.machine.controller.inject_status(READ, 0x4281)
+    assert isinstance(rig.error_of(Read(region.all(), buffer(4096))), Gone)
+    rig.close()
+
+
+@pytest.mark.parametrize(("io", "call", "number"), [("io_uring", "syscall", 0), ("ioctl", "ioctl", errno.EAGAIN)])
+def test_a_drive_whose_controllers_have_vanished_is_gone_whatever_the_errno(io: str, call: str, number: int) -> None:
+    rig = on_drive(io=io)
+    region = rig.device.alloc(4096)
+    rig.machine.tree.remove("/sys/class/nvme/nvme0")
+    if number:
+        rig.machine.fail_next(call, number)
+    else:
+        rig.machine.unplug()
+    error = rig.error_of(Read(region.all(), buffer(4096)))
+    assert isinstance(error, Gone)
+    rig.close()
+
+
+def test_a_ring_without_a_live_path_is_tried_again() -> None:
+    rig = on_drive(io="ioctl")
+    region = rig.device.alloc(4096)
+    state = "/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/state"
+    rig.machine.tree.put(state, "resetting")
+    rig.machine.fail_next("ioctl", errno.EINVAL)
+    assert not rig.read(region.all()).any()
+    assert rig.device.counts.retried == 1
+    rig.machine.tree.put(state, "live")
+    for _ in range(4):
+        rig.machine.fail_next("ioctl", errno.EINVAL)
+    assert isinstance(rig.error_of(Read(region.all(), buffer(4096))), ProtocolError)
+    rig.close()
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR, errno.EBUSY])
+def test_a_ring_that_cannot_be_entered_now_is_entered_again(number: int) -> None:
+    rig = on_drive(io="io_uring")
+    region = rig.device.alloc(4096)
+    for _ in range(3):
+        rig.machine.fail_next("syscall", number)
+    assert not rig.read(region.all()).any()
+    assert rig.device.counts.retried == 3
+    rig.close()
+
+
+# Which way
+
+
+def test_a_kernel_without_wide_entries_leaves_ioctl_and_the_notes_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_uring, "KNOWN_SETUP", kernel_uring.KNOWN_SETUP & ~kernel_uring.SQE128)
+    rig = on_drive()
+    assert rig.device.info.notes["io"] == "ioctl"
+    assert "no wide entries (Linux 5.19" in rig.device.info.notes["why"]
+    assert works(rig, rig.device.alloc(4096))
+    rig.close()
+    assert any("ioctl remains" in reason and not reason.fatal for reason in probe("/dev/ng0n1", rig.machine))
+    with pytest.raises(Unsupported, match="no wide entries"):
+        on_drive(rig.machine, io="io_uring").open()
+    assert rig.machine.open_fds == 0
+
+
+def test_a_ring_is_the_first_choice() -> None:
+    rig = on_drive()
+    assert rig.device.info.notes["io"] == "io_uring"
+    rig.close()
+
+
 # Who may open it
 
 
@@ -415,6 +519,20 @@ def test_a_namespace_whose_block_device_cannot_be_looked_at_is_refused() -> None
         rig.open()
 
 
+def test_a_block_device_of_another_namespace_is_no_claim() -> None:
+    rig = on_drive()
+    rig.machine.tree.put("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1/dev", "259:77")
+    with pytest.raises(NotPresent, match="not the block device of ng0n1"):
+        rig.open()
+
+
+def test_a_node_is_known_by_its_number_and_not_by_its_name() -> None:
+    rig = on_drive()
+    rig.machine.tree.remove("/sys/dev/char/241:0")
+    with pytest.raises(Unsupported, match="sysfs knows no NVMe namespace behind it"):
+        rig.open()
+
+
 def test_a_namespace_without_a_block_device_is_claimed_by_its_lock() -> None:
     rig = on_drive()
     rig.machine.remove("/dev/nvme0n1")
@@ -426,10 +544,11 @@ def test_a_namespace_without_a_block_device_is_claimed_by_its_lock() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-@pytest.mark.parametrize("call", ["open", "ioctl"])
+@pytest.mark.parametrize("call", ["open", "open the node", "ioctl"])
 def test_a_missing_permission_comes_with_what_would_give_it(call: str, number: int) -> None:
     rig = on_drive()
-    if call == "open":
+    if call == "open the node":
+        call = "open"
         rig.machine.tree.remove("/sys/block/nvme0n1")
         rig.machine.remove("/dev/nvme0n1")
         rig.machine.fail_next("open", errno.ENOENT)
@@ -477,11 +596,15 @@ class Lying(Absent):
         self.number = node.number
         self._node = node
         self._tables = {1: controller, 0: namespace}
+        self.zeroed: list[int] = []
 
     def ioctl(self, request: int, argument: bytearray) -> int:
+        fields = PAYLOAD.unpack_from(argument) if len(argument) >= PAYLOAD.size else ()
+        if request == IO_COMMAND and fields[0] == WRITE_ZEROES:
+            self.zeroed.append(fields[12])
         status = self._node.ioctl(request, argument)
         if request == ADMIN_COMMAND:
-            opcode, _, _, _, _, _, _, address, _, _, what, *_ = PAYLOAD.unpack_from(argument)
+            opcode, address, what = fields[0], fields[7], fields[10]
             if opcode == IDENTIFY:
                 ctypes.memmove(address, self._tables[what], 4096)
         return status
@@ -503,13 +626,49 @@ class Lying(Absent):
 def test_a_drive_whose_tables_cannot_be_is_refused(
     tables: tuple[bytes, bytes], kind: type[Exception], text: str
 ) -> None:
-    rig = on_drive()
-    node = rig.machine.nodes["/dev/ng0n1"]
-    assert isinstance(node, GenericNode)
-    rig.machine.nodes["/dev/ng0n1"] = Lying(node, *tables)
+    rig = lying(on_drive(), *tables)
     with pytest.raises(kind, match=text):
         rig.open()
     assert rig.machine.open_fds == 0
+
+
+def lying(rig: Rig, controller: bytes, namespace: bytes) -> Rig:
+    """The rig with other tables on the generic device."""
+    node = rig.machine.nodes["/dev/ng0n1"]
+    assert isinstance(node, GenericNode)
+    rig.machine.nodes["/dev/ng0n1"] = Lying(node, controller, namespace)
+    return rig
+
+
+def test_a_drive_that_offers_nothing_is_zeroed_by_writing_and_never_trimmed() -> None:
+    rig = lying(on_drive(io="ioctl"), controller_table(), namespace_table(blocks=2048))
+    region = rig.device.alloc(1 * MIB)
+    rig.flush(region)
+    rig.device.free(region)
+    assert {op for op in ("zero", "trim", "flush") if operations(rig, op)} == set()
+    assert sum(blocks for _, blocks in operations(rig, "write")) == 2048
+    rig.close()
+
+
+@pytest.mark.parametrize(("features", "flags"), [(0, 1 << 25), (1, 0)])
+def test_zeroing_gives_blocks_back_unless_they_would_have_to_be_found_again(features: int, flags: int) -> None:
+    tables = controller_table(optional=1 << 3), namespace_table(blocks=2048, features=features, deallocated=1 | 1 << 3)
+    rig = lying(on_drive(io="ioctl"), *tables)
+    node = rig.machine.nodes["/dev/ng0n1"]
+    assert isinstance(node, Lying)
+    rig.device.alloc(4096)
+    assert node.zeroed == [flags | 7]
+    rig.close()
+
+
+def test_a_write_protected_namespace_is_read_and_never_written() -> None:
+    rig = lying(on_drive(io="ioctl"), controller_table(), namespace_table(blocks=2048, protected=True))
+    region = rig.device.adopt(0, 4096)
+    assert not rig.read(region.all()).any()
+    assert "write protected" in rig.device.info.notes["why"]
+    with pytest.raises(Unsupported, match="write protected"):
+        rig.device.submit(Write(region.all(), buffer(4096)))
+    rig.close()
 
 
 @pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])

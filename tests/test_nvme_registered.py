@@ -259,6 +259,15 @@ def test_nothing_is_registered_unless_that_was_asked_for(rig: Rig) -> None:
     assert rig.device.counts.fixed == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "io"), [("/dev/ng0n1", "io_uring"), ("/dev/ng0n1", "ioctl"), ("/dev/nvme0n1", "posix")]
+)
+def test_where_nothing_is_registered_the_notes_say_so(path: str, io: str) -> None:
+    rig = on_drive(path=path, io=io, register=True)
+    assert "register = true registers nothing" in rig.device.info.notes["why"]
+    rig.close()
+
+
 def test_memory_that_was_freed_and_made_again_is_not_taken_for_the_old_one(rig: Rig) -> None:
     region = rig.device.alloc(64 * KIB)
     for seed in range(5):

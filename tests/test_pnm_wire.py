@@ -244,7 +244,7 @@ def test_numbers_on_the_wire_never_change() -> None:
     """Firmware of years ago still means the same by them."""
     assert KERNELS == {
         "attend": 0, "logits": 1, "combine": 2, "merge": 3, "score": 4, "topk": 5, "gather": 6, "append": 7,
-        "quantize": 8, "dequantize": 9, "chase": 10,
+        "quantize": 8, "dequantize": 9, "chase": 10, "cluster": 11,
     }  # fmt: skip
     assert DTYPE_NUMBERS == ("float32", "float16", "bfloat16", "int8", "fp8_e4m3")
     assert set(DTYPE_NUMBERS) == DTYPES

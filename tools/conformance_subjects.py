@@ -71,17 +71,17 @@ def _driver(name: str, given: dict[str, Any], clock: str | None) -> Target:
 
 
 def _model(kind: str, given: dict[str, Any], clock: str | None) -> Target:
-    from tierloop.emulators.modelled import MACHINES, open_modelled
+    from tierloop.emulators.modelled import KINDS, open_modelled
 
-    if kind not in MACHINES:
-        raise ConfigurationError(f"{kind}:model: {nearest(kind, sorted(MACHINES))}")
+    if kind not in KINDS:
+        raise ConfigurationError(f"{kind}:model: {nearest(kind, sorted(KINDS))}")
     if given:
         raise ConfigurationError(f"--option: {kind}:model is a driver with a model beneath it, and takes no options")
     if clock == "virtual":
         raise ConfigurationError(f"--clock virtual: {kind}:model is a real driver, and has no virtual time")
 
     def open_machine(site: Site) -> Platform:
-        return open_modelled(kind, site)[0]
+        return open_modelled([kind], site)
 
     return Target(f"{kind}0", open_machine, False)
 

@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.system import HOST
 from tierloop.tools import options
 from tierloop.tools.console import Results, results, say
+from tierloop.tools.output import OutputError, write_files
 from tierloop.tools.table import amount
 
 if TYPE_CHECKING:
-    from tierloop.tools.inventory import Found
+    from tierloop.tools.found import Found
 
 WALL_PLATFORM = "demo-wall"
 
@@ -23,6 +25,10 @@ WALL_PLATFORM = "demo-wall"
 def doctor(
     path: Annotated[
         list[Path] | None, typer.Option("--path", help="A file or block device to probe as a drive. Repeatable.")
+    ] = None,
+    write_platform: Annotated[
+        Path | None,
+        typer.Option("--write-platform", help="Write what was found as a platform file; it must not exist."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave the measurements out.")] = False,
     as_json: options.AsJson = False,
@@ -33,8 +39,11 @@ def doctor(
     """
     from tierloop.devices.registry import list_platforms
     from tierloop.tools.inventory import inventory
+    from tierloop.tools.machine_platform import platform_text
     from tierloop.tools.timing_floor import measure
 
+    if write_platform is not None and write_platform.exists():
+        raise OutputError(f"{write_platform}: exists; name a new file")
     with results(as_json) as shown:
         say("looking at devices")
         found = inventory(path or ())
@@ -60,6 +69,10 @@ def doctor(
         shown.show(_table("platforms", ("name", "clock", "usable", "about"), machines))
         if floor is not None and dilation is not None:
             _show_floor(shown, floor.to_json(), dilation)
+    if write_platform is not None:
+        gpus = [device.name for device in found if device.driver == "gpu" and device.usable]
+        write_files({write_platform: platform_text(HOST, gpus)})
+        say(f"{write_platform}: written; `tierloop run --platform {write_platform}` uses it")
     refused = [device for device in found if path and device.name in map(str, path) and not device.usable]
     if refused:
         raise ConfigurationError("; ".join(f"{device.name}: {'; '.join(device.reasons)}" for device in refused))

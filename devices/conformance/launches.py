@@ -26,7 +26,7 @@ class Bench:
         self.subject = subject
         self.lane = lane
         self.memory = memory or subject.operand_memories(lane)[0]
-        arithmetic = subject.info.arithmetic
+        arithmetic = lane.device.info.arithmetic
         self.arithmetic = arithmetic or Arithmetic("unknown")
         self._regions: list[Region] = []
 

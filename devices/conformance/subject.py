@@ -166,8 +166,18 @@ class Subject:
         return found[0], found[1]
 
     def kernel_lanes(self, kernel: str) -> list[Lane]:
-        """One queue of each executor of the device that offers the kernel; skips the check if there is none."""
+        """One queue of each executor of the device that offers the kernel; skips the check if there is none.
+
+        A device that is memory only is tested by the first executor of the platform that computes on it in place.
+        """
         found = [Lane(self.device, e, e.queues[0]) for e in self.info.executors if kernel in e.kernels]
+        if not self.info.executors:
+            own = {memory.name for memory in self.info.memories}
+            found = [
+                Lane(device, executor, executor.queues[0])
+                for device, executor in self.platform.executors()
+                if kernel in executor.kernels and own & executor.reached
+            ][:1]
         if not found:
             raise Skip(f"no executor of {self.info.name} offers {kernel}")
         return found

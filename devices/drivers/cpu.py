@@ -139,6 +139,7 @@ class Cpu:
             try:
                 self._pages.judge(placement)
             except DeviceError:
+                self._placements.refused(region)
                 self.free(region)
                 raise
         return region

@@ -4,10 +4,12 @@ Without nodes it is memory as any process gets it, touched by whoever writes it 
 mapped, bound, touched and looked at, page by page, before anybody sees it:
 
 - `bind` and the interleavings are promises. A page that is elsewhere, or nowhere, is an error with the counts, and the
-  memory is given back. Before it touches anything, `bind` asks whether the nodes have room: a kernel that finds none
-  while a bound page is touched ends the process.
+  memory is given back.
 - `preferred` is a wish: what is elsewhere stands in the report (devices/placement.py).
 - Where the process may not look (a container), placements say so, and nothing is claimed.
+
+Before anything is touched, the machine, the process's control groups and the nodes of a promise are asked whether they
+have room: a kernel that finds none while pages are touched may end the process.
 
 Where the process may not bind, promises are refused when the device is opened. A wish is then carried out the old way:
 a thread on the node's own cores touches the pages first, and the kernel puts them beside it.
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu_options import CpuOptions
+from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.numa import PAGE
 from tierloop.devices.drivers.numa_mapping import advise, free_pages, mapped, pool_advice, run_on
 from tierloop.devices.drivers.numa_topology import free_nbytes, shown
@@ -117,19 +120,20 @@ class Pages:
         return np.frombuffer(mapping, dtype=np.uint8)
 
     def _room(self, nbytes: int) -> None:
+        """Raises OutOfMemory for what cannot be touched: a kernel that finds out later ends the process."""
         options = self._options
         if options.pooled:
             free = free_pages(self._system, options.page, options.nodes or None) * options.page
             if nbytes > free and options.placement != "preferred":
-                raise OutOfMemory(
-                    self._device, "alloc", f"{nbytes} bytes: {pool_advice(options.page, nbytes - free, options.nodes)}"
-                )
-        elif options.placement in ("bind", "weighted-interleave"):
+                advice = pool_advice(options.page, nbytes - free, options.nodes)
+                raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {advice}")
+            return
+        left, where = available_nbytes(self._system), "in what the machine and this process's control groups allow"
+        if options.placement in ("bind", "weighted-interleave"):
             free = sum(free_nbytes(self._system, node) for node in options.nodes)
-            if nbytes > free:
-                raise OutOfMemory(
-                    self._device, "alloc", f"{nbytes} bytes; {free} are free on nodes {shown(options.nodes)}"
-                )
+            left, where = min((left, where), (free, f"on nodes {shown(options.nodes)}"))
+        if nbytes > left:
+            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes; {left} are free {where}")
 
     def _place(self, address: int, nbytes: int) -> bool:
         """Bind, and touch; False where the kernel cannot be asked to touch."""

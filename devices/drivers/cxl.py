@@ -197,8 +197,11 @@ class CxlDevice:
             if not self._uses[region]:
                 region.view = None
         self._offsets.clear()
-        self._backing.close()
         self._backing.array = np.empty(0, dtype=np.uint8)
+        try:
+            self._backing.close()
+        except OSError as error:
+            raise from_os(self._name, "close", error, "the memory's descriptor") from error
 
     def _refuse(self, command: Command, queue: int) -> NoReturn:
         self._arena.alive(verb(command))

@@ -1,8 +1,9 @@
 """The mailbox of a CXL memory device, through the kernel's /dev/cxl/memN: who it is, how it is, what it has lost.
 
 `identity` and `health` are commands that the kernel passes on for whoever may open the node. The kernel keeps the list
-of poisoned lines to itself (it writes it into its trace when asked through sysfs), so `poison` sends a raw command,
-which takes a kernel with CONFIG_CXL_MEM_RAW_COMMANDS that is not locked down, and CAP_SYS_RAWIO.
+of poisoned lines to itself (it writes it into its trace when asked through sysfs), so `poison` sends a raw command.
+That takes a kernel with CONFIG_CXL_MEM_RAW_COMMANDS that is not locked down, CAP_SYS_RAWIO, and from Linux 6.4 on the
+switch `raw_allow_all` in debugfs.
 
 What a device answers is checked: an answer that is too short, or a record count that does not fit, is a ProtocolError.
 Numbers are little-endian, capacities stand in units of 256 MiB and poison in units of 64 bytes (CXL 3.1, 8.2.10.9).
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import errno
 import os
+import posixpath
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tierloop.devices.drivers.cxl_problems import CXL
+from tierloop.devices.drivers.cxl_sysfs import Folder
 from tierloop.devices.errors import Busy, DeviceError, MediaError, NoPermission, ProtocolError, Timeout, Unsupported
 from tierloop.devices.system import HOST, System, address_of, from_os
 
@@ -26,8 +30,13 @@ _SEND = struct.Struct("<IIHHIiIQiIQ")
 _IDENTIFY, _RAW, _HEALTH = 1, 2, 7
 _GET_POISON_LIST = 0x4300
 _CAPACITY_UNIT, LINE = 256 << 20, 64
-_ANSWER_NBYTES = 4096
+_LEAST_PAYLOAD, _LARGEST_PAYLOAD = 256, 1 << 20
 _MOST_RECORDS = 1 << 16
+
+_RAW_HINT = (
+    "raw commands take CAP_SYS_RAWIO and a kernel with CONFIG_CXL_MEM_RAW_COMMANDS that is not locked down; this one "
+    "also takes echo Y > /sys/kernel/debug/cxl/mbox/raw_allow_all"
+)
 
 _IDENTITY = struct.Struct("<16sQQQQHHHHI3sHBB")
 _HEALTH_INFO = struct.Struct("<BBBBhIII")
@@ -169,7 +178,7 @@ class Mailbox:
         return fields.unpack_from(answer)
 
     def _send(self, op: str, number: int, payload: bytes = b"", opcode: int = 0) -> bytes:
-        into, given = bytearray(_ANSWER_NBYTES), bytearray(payload or b"\0")
+        into, given = bytearray(self._room()), bytearray(payload or b"\0")
         request = bytearray(
             _SEND.pack(
                 number, 0, opcode, 0, 0, len(payload), 0, address_of(given) if payload else 0,
@@ -193,14 +202,16 @@ class Mailbox:
             raise self._odd(op, f"{nbytes} bytes; {len(into)} were offered")
         return bytes(into[:nbytes])
 
+    def _room(self) -> int:
+        """The largest answer: for raw commands the kernel refuses to be offered more room."""
+        folder = Folder(self._system, f"{CXL}/{posixpath.basename(self._path)}", [])
+        said = folder.number("payload_max") or _LEAST_PAYLOAD
+        return min(max(said, _LEAST_PAYLOAD), _LARGEST_PAYLOAD)
+
     def _refused(self, op: str, number: int, error: OSError) -> DeviceError:
         if error.errno in (errno.EPERM, errno.EACCES):
-            hint = (
-                "raw commands need CAP_SYS_RAWIO and a kernel with CONFIG_CXL_MEM_RAW_COMMANDS that is not locked down"
-                if number == _RAW
-                else "root, or a group that may read and write it"
-            )
-            return NoPermission(self._device, op, f"{self._path}: not allowed; it takes {hint}", error.errno)
+            hint = _RAW_HINT if number == _RAW else "it takes root, or a group that may read and write it"
+            return NoPermission(self._device, op, f"{self._path}: not allowed; {hint}", error.errno)
         if error.errno == errno.ENOTTY:
             return Unsupported(self._device, op, f"{self._path}: the kernel or the device lacks it", error.errno)
         return from_os(self._device, op, error, self._path)

@@ -72,9 +72,9 @@ class Backing:
 
     def close(self) -> None:
         """Let go of the descriptor; the mapping, and with it the lock, goes with the last array that shows it."""
-        if self.fd >= 0:
-            self.system.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self.system.close(fd)
 
 
 def open_backing(device: str, options: Options, system: System, undo: ExitStack) -> Backing:

@@ -12,11 +12,18 @@ from tierloop.devices.drivers.cxl_parts import Dax, Memdev, Node, Problem, Regio
 
 CXL = "/sys/bus/cxl/devices"
 MEMORY = "/sys/devices/system/memory"
+_PORT = {"root": "", "switch": "", "endpoint": "-e "}
+"""How cxl enable-port is told which kind of port it is."""
 
 
 def problems_of(topology: Topology) -> tuple[Problem, ...]:
     """Everything that stands in the way, in the order of the topology's parts."""
     found = [problem for memdev in topology.memdevs for problem in _of_memdev(topology, memdev)]
+    found += [
+        Problem(port.name, f"the {port.kind} port has no driver", f"cxl enable-port {_PORT[port.kind]}{port.name}")
+        for port in topology.ports
+        if not port.enabled
+    ]
     found += [problem for region in topology.regions for problem in _of_region(topology, region)]
     found += [problem for dax in topology.daxes for problem in _of_dax(topology, dax)]
     found += [problem for node in topology.nodes for problem in _of_node(node)]
@@ -37,11 +44,11 @@ def _of_memdev(topology: Topology, memdev: Memdev) -> Iterator[Problem]:
         yield Problem(memdev.name, "disabled: no driver is bound to it", f"cxl enable-memdev {memdev.name}")
         return
     if memdev.endpoint is None:
-        yield Problem(
-            memdev.name,
-            "enabled, but no endpoint port stands for it: a bridge or switch above it has no driver (dmesg says why)",
-            "cxl enable-port root0",
-        )
+        if any(port.kind == "root" for port in topology.ports):
+            reason = "enabled, but no endpoint stands for it: a bridge or switch above it failed (dmesg says why)"
+            yield Problem(memdev.name, reason, f"cxl disable-memdev {memdev.name} && cxl enable-memdev {memdev.name}")
+        else:
+            yield Problem(memdev.name, "enabled, but the platform's root is not there", "modprobe cxl_acpi")
         return
     mine = [decoder for port in topology.ports if port.name == memdev.endpoint for decoder in port.decoders]
     for decoder in mine:
@@ -49,13 +56,14 @@ def _of_memdev(topology: Topology, memdev: Memdev) -> Iterator[Problem]:
             yield Problem(decoder.name, "its type is accelerator: its bytes belong to a device that caches them")
         if decoder.locked and decoder.region is None:
             yield Problem(decoder.name, "locked by firmware and in no region: it stays so until the machine is reset")
-    if any(decoder.region for decoder in mine):
-        return
+    mapped = {decoder.mode for decoder in mine if decoder.region}
     kinds = [kind for kind, nbytes in (("ram", memdev.ram_nbytes), ("pmem", memdev.pmem_nbytes)) if nbytes]
     if not kinds:
         dynamic = f"; {len(memdev.dynamic)} dynamic partitions wait for capacity" if memdev.dynamic else ""
         yield Problem(memdev.name, f"it has no capacity{dynamic}")
     for kind in kinds:
+        if kind in mapped:
+            continue
         window = next((d for d in topology.decoders if d.kind == "root" and kind in d.takes), None)
         if window is None:
             yield Problem(memdev.name, f"no region, and no window of the platform takes {kind} (see the CEDT)")

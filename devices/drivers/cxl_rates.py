@@ -4,7 +4,7 @@ The first of these that says anything counts, and the driver says which it was:
 
 1. the options of the platform file;
 2. what the kernel has put together for initiators near the region or node (HMAT and CDAT, links and switches included):
-   `access0` of the region, else of the node; latencies in ns, rates in MiB/s;
+   `access0` of the region, else of the node; latencies in ns, rates in MB/s, read as 10⁶ bytes as in a CDAT;
 3. the CDAT of the memory devices below the region, without links and switches. Of an interleave set the latency is
    that of the slowest device, and the rate is that of the slowest times the number of ways.
 
@@ -25,7 +25,7 @@ from tierloop.devices.info import Path
 from tierloop.devices.site import Site
 from tierloop.devices.system import System, from_os
 
-_MIB = 1 << 20
+_MB = 1_000_000
 
 
 def stated_paths(site: Site) -> dict[str, Path]:
@@ -58,7 +58,7 @@ def rates_of(device: str, options: Options, backing: Backing) -> tuple[Rates, st
 def _of_kernel(system: System, path: str) -> Rates:
     folder = Folder.at(system, path, [])
     latencies = [folder.number(name) or 0 for name in ("read_latency", "write_latency")]
-    rates = [(folder.number(name) or 0) * _MIB for name in ("read_bandwidth", "write_bandwidth")]
+    rates = [(folder.number(name) or 0) * _MB for name in ("read_bandwidth", "write_bandwidth")]
     return Rates(*latencies, *rates)
 
 

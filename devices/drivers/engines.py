@@ -36,11 +36,12 @@ LARGEST_TRANSFER = 512 * 1024
 
 DEAD = ("dead", "deleting", "deleting (no IO)")
 """States of a controller that nothing leads out of."""
-UNCLEAR = (errno.EIO, errno.EINVAL, errno.EAGAIN, errno.EINTR)
+UNCLEAR = (errno.EIO, errno.EINVAL, errno.EAGAIN, errno.EINTR, errno.ENODATA, errno.ENOSPC)
 """Answers that may mean that the drive is gone."""
 
-_BACKOFF_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3, 5e-3)
-"""How long to wait before try 1, 2, …, 6 and later ones, where nothing else is in flight to wait for."""
+_BACKOFF_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+"""How long to wait before try 1, 2, …, 10 and later ones, where nothing else is in flight to wait for: 64 tries take
+6 s, and the reset of a controller most of a second."""
 
 
 @dataclass
@@ -162,7 +163,8 @@ def controller_state(system: System, controller: str) -> str:
 def departed(target: Target) -> str:
     """Why nothing will reach the drive any more, if that is what sysfs shows; empty otherwise.
 
-    The kernel answers a transfer to a drive that is gone with EIO, EINVAL or EAGAIN, depending on the way it took.
+    The kernel answers a transfer to a drive that was pulled out with EIO or ENODEV at first. Then a block device has no
+    bytes (reads end at once, writes are ENOSPC), and passthrough finds no path (EINVAL in a ring, EAGAIN by ioctl).
     """
     states = [controller_state(target.system, each) for each in target.controllers]
     if not states or any(state not in ("", *DEAD) for state in states):

@@ -13,7 +13,7 @@ that touched it runs on. What it computed is worth nothing, and `check` says so.
 - `grain` is what the kernel can replace: a page, or the alignment of a devdax, whose mappings cannot be cut finer.
 - A SIGBUS that is not ours goes to whoever had the signal before: faulthandler, or the default that ends the process.
   It is installed once, over what was there; who takes the signal away later finds it taken back at the next `guarded`.
-- The answer is machine code that calls mmap and sigaction only: it needs no Python, no lock and no allocation.
+- The answer is machine code (guard_signal.py) that needs no interpreter, no lock and no allocation.
 
 A system call that is handed a lost page (read, write, io_uring) gets EFAULT or EIO from the kernel, and no signal.
 Linux with 64 bits only: where siginfo keeps its address.
@@ -27,26 +27,23 @@ import sys
 import threading
 from typing import Any
 
-import numba
 import numpy as np
 from cffi import FFI
-from llvmlite import ir
-from numba import types
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Command, Read, Write, segments, verb
 from tierloop.devices.errors import ConfigurationError, MediaError, Misaligned, OutOfMemory, Unsupported
-from tierloop.devices.kernels.compiled import INT64, inline, load, load_int, pointer, store_int
 
 PAGE = mmap.PAGESIZE
 RANGES = 1024
 """Guarded mappings at once."""
 
-_START, _END, _SHIFT, _MARKS = range(4)
+START, END, SHIFT, MARKS = range(4)
 """A row of the table: the first address, the one after the last, log2 of the grain, the address of a byte per grain."""
-_FAULTED, _PREVIOUS, _WITH_INFO, _PASSED, _DEFAULT = range(5)
+FAULTED, PREVIOUS, WITH_INFO, PASSED, DEFAULT = range(5)
 """Cells of the state: something was lost; the signal's previous owner and whether he takes three arguments; how many
 signals he was given; the address of the action that ends the process."""
+SIG_DFL, SIG_IGN = 0, 1
 
 _table = np.zeros((RANGES, 4), dtype=np.int64)
 _state = np.zeros(5, dtype=np.int64)
@@ -63,7 +60,6 @@ _ffi.cdef(
     """
 )
 _SA_SIGINFO, _SA_ONSTACK = 4, 0x08000000
-_SIG_DFL, _SIG_IGN = 0, 1
 _kept: list[Any] = []
 """The machine code and the libc that it is installed through; they stay for as long as the process lives."""
 
@@ -87,7 +83,7 @@ def guarded(device: str, memory: NDArray[np.uint8], grain: int = PAGE) -> NDArra
 
 def lost(array: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Which bytes of a contiguous array are lost, as int64 (n, 2) pairs of offset and size; those of a page adjoin."""
-    if not _state[_FAULTED]:
+    if not _state[FAULTED]:
         return np.empty((0, 2), dtype=np.int64)
     base = array.ctypes.data
     found = [(max(low, base) - base, min(high, base + array.nbytes) - base) for low, high in _lost_grains(array)]
@@ -96,15 +92,23 @@ def lost(array: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def check(device: str, command: Command) -> None:
     """Raises MediaError if any byte that the command names is lost: in its regions, or in its host buffer."""
-    if not _state[_FAULTED]:
-        return
+    error = loss(device, command)
+    if error is not None:
+        raise error
+
+
+def loss(device: str, command: Command) -> MediaError | None:
+    """The error that `check` raises."""
+    if not _state[FAULTED]:
+        return None
     for region, spans in segments(command):
         if region.view is not None and (where := _first_lost(region.view, spans.array)) is not None:
             address = region.view.ctypes.data + where
-            raise MediaError(device, verb(command), f"{region}: byte {where} is lost: no memory behind {address:#x}")
+            return MediaError(device, verb(command), f"{region}: byte {where} is lost: no memory behind {address:#x}")
     buffer = command.into if isinstance(command, Read) else command.data if isinstance(command, Write) else None
     if buffer is not None and len(gone := lost(buffer)):
-        raise MediaError(device, verb(command), f"byte {gone[0, 0]} of the host buffer is lost")
+        return MediaError(device, verb(command), f"byte {gone[0, 0]} of the host buffer is lost")
+    return None
 
 
 class _Guarded:
@@ -116,14 +120,14 @@ class _Guarded:
         self._memory = memory
         self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
         with _lock:
-            free = np.flatnonzero(_table[:, _START] == 0)
+            free = np.flatnonzero(_table[:, START] == 0)
             if not len(free):
                 raise OutOfMemory(device, "open", f"{RANGES} mappings are guarded already")
             row = int(free[0])
             marks = np.zeros(nbytes // grain, dtype=np.uint8)
             _marks[row] = marks
-            _table[row, _END:] = address + nbytes, grain.bit_length() - 1, marks.ctypes.data
-            _table[row, _START] = address
+            _table[row, END:] = address + nbytes, grain.bit_length() - 1, marks.ctypes.data
+            _table[row, START] = address
             self._row = row
 
     def __del__(self, lock: Any = _lock, table: Any = _table, marks: Any = _marks) -> None:
@@ -139,7 +143,7 @@ def _lost_grains(array: NDArray[np.uint8]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     with _lock:
         for row, marks in list(_marks.items()):  # an array may die at any moment, and its row with it
-            start, stop, shift = _table[row, :_MARKS].tolist()
+            start, stop, shift = _table[row, :MARKS].tolist()
             if start and base < stop and start < end:
                 first = max(base - start, 0) >> shift
                 last = (min(end, stop) - 1 - start) >> shift
@@ -164,113 +168,24 @@ def _install(device: str) -> None:
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         raise Unsupported(device, "open", "lost pages can be guarded on 64-bit Linux only")
     with _lock:
-        if not _kept:
-            _kept.extend((_ffi.dlopen(None), _compiled()))
-            ending = _ffi.new("struct sigaction *")
-            _kept.append(ending)
-            _state[_DEFAULT] = int(_ffi.cast("uintptr_t", ending))
+        _prepare()
         libc, code = _kept[0], _kept[1]
         before = _ffi.new("struct sigaction *")
         libc.sigaction(signal.SIGBUS, _ffi.NULL, before)
         if before.handler == code.address:
             return
-        _state[_PREVIOUS] = before.handler
-        _state[_WITH_INFO] = before.flags & _SA_SIGINFO
+        _state[PREVIOUS] = before.handler
+        _state[WITH_INFO] = before.flags & _SA_SIGINFO
         mine = _ffi.new("struct sigaction *", {"handler": code.address, "flags": _SA_SIGINFO | _SA_ONSTACK})
         if libc.sigaction(signal.SIGBUS, mine, _ffi.NULL) != 0:
             raise Unsupported(device, "open", "the system does not let SIGBUS be answered")
 
 
-# The answer: everything below runs inside a signal.
+def _prepare() -> None:
+    """Compile the answer, which takes a third of a second, if that was not done yet."""
+    if not _kept:
+        from tierloop.devices.drivers.guard_signal import compiled  # kernels are compiled on import
 
-_BUS_ADRERR, _BUS_MCEERR_AR, _BUS_MCEERR_AO = 2, 4, 5
-_PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED | MAP_NORESERVE
-_int: Any = types.int32
-_long: Any = types.int64
-_libc_errno: Any = types.ExternalFunction("__errno_location", _long())
-_libc_mmap: Any = types.ExternalFunction("mmap", _long(_long, _long, _int, _int, _int, _long))
-_libc_sigaction: Any = types.ExternalFunction("sigaction", _int(_int, _long, _long))
-_libc_raise: Any = types.ExternalFunction("raise", _int(_int))
-
-
-@inline(types.int32, INT64)
-def _load_word(builder: Any, address: Any) -> Any:
-    """The int32 at an address."""
-    return load(builder, address, ir.IntType(32))
-
-
-@inline(types.void, INT64, types.int32)
-def _store_word(builder: Any, address: Any, value: Any) -> None:
-    """Put an int32 at an address."""
-    builder.store(value, pointer(builder, address, value.type))
-
-
-@inline(types.void, INT64)
-def _mark(builder: Any, address: Any) -> None:
-    """Put a byte of 1 at an address."""
-    builder.store(ir.Constant(ir.IntType(8), 1), pointer(builder, address, ir.IntType(8)))
-
-
-def _pass_on(kinds: list[Any]) -> Any:
-    """A function (address, *arguments) that calls a signal's handler in C."""
-
-    def emit(builder: Any, address: Any, number: Any, info: Any, where: Any) -> None:
-        values = [number, info, where][: len(kinds)]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        builder.call(builder.inttoptr(address, kind.as_pointer()), values)
-
-    return inline(types.void, INT64, types.int32, INT64, INT64)(emit)
-
-
-_call_with_info = _pass_on([types.int32, INT64, INT64])
-_call_plain = _pass_on([types.int32])
-
-
-def _compiled() -> Any:
-    """The signal's answer as machine code; not kept on disk, because the addresses of this process are in it."""
-    table, state, rows = _table.ctypes.data, _state.ctypes.data, RANGES
-    sent = 0  # si_code is not above it where a process sent the signal
-
-    @numba.njit(error_model="numpy")
-    def ours(address: int) -> bool:
-        for row in range(rows):
-            at = table + row * 32
-            start = load_int(at)
-            if start != 0 and start <= address and address < load_int(at + 8):
-                shift = load_int(at + 16)
-                grain = (address - start) >> shift
-                _mark(load_int(at + 24) + grain)
-                store_int(state + 8 * _FAULTED, 1)
-                low = start + (grain << shift)
-                return bool(_libc_mmap(low, 1 << shift, _PROTECTION, _FLAGS, -1, 0) == low)
-        return False
-
-    @numba.njit(error_model="numpy")
-    def foreign(number: int, code: int, info: int, where: int) -> None:
-        previous = load_int(state + 8 * _PREVIOUS)
-        passed = load_int(state + 8 * _PASSED)
-        if previous == _SIG_IGN and code <= sent:
-            return
-        if previous in (_SIG_DFL, _SIG_IGN) or (code <= sent and passed > 0):
-            # After a handler that reports and raises the signal again, the process ends here.
-            _libc_sigaction(number, load_int(state + 8 * _DEFAULT), 0)
-            if code <= sent:
-                _libc_raise(number)
-            return
-        store_int(state + 8 * _PASSED, passed + 1)
-        if load_int(state + 8 * _WITH_INFO) != 0:
-            _call_with_info(previous, number, info, where)
-        else:
-            _call_plain(previous, number, info, where)
-
-    @numba.cfunc(types.void(types.int32, INT64, INT64), error_model="numpy")
-    def answer(number: int, info: int, where: int) -> None:
-        place = _libc_errno()
-        errno = _load_word(place)
-        code = _load_word(info + 8)
-        if code not in (_BUS_ADRERR, _BUS_MCEERR_AR, _BUS_MCEERR_AO) or not ours(load_int(info + 16)):
-            foreign(number, code, info, where)
-        _store_word(place, errno)
-
-    return answer
+        ending = _ffi.new("struct sigaction *")
+        _state[DEFAULT] = int(_ffi.cast("uintptr_t", ending))
+        _kept.extend((_ffi.dlopen(None), compiled(_table, _state), ending))

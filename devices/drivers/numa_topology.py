@@ -23,7 +23,8 @@ NODES = "/sys/devices/system/node"
 TIERS = "/sys/devices/virtual/memory_tiering"
 _MOST = 1 << 16
 """No list of cores or nodes is longer: a kernel that says so is not believed."""
-_MIB = 1 << 20
+_MB = 1_000_000
+"""What the kernel calls the unit. Firmware may mean 2²⁰ (QEMU does); the smaller one promises nothing too much."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -46,8 +47,8 @@ class Access:
 class Node:
     """A node. `distances` is what the firmware says, 10 for the node itself; `tier` the kernel's memory tier ("").
 
-    `free_nbytes` counts pages of files that the kernel can drop at once; `movable_nbytes` is memory in a zone whose
-    pages leave when they are pinned.
+    `free_nbytes` counts pages of files that the kernel can drop, of those in active use one half; `movable_nbytes` is
+    memory in a zone whose pages leave when they are pinned.
     """
 
     id: int
@@ -195,7 +196,7 @@ def _memory(system: System, node: int) -> dict[str, int]:
         match = re.fullmatch(r"Node \d+ ([A-Za-z_()]+):\s+(\d+) kB", line.strip())
         if match:
             found[match[1]] = int(match[2]) * 1024
-    free = found.get("MemFree", 0) + found.get("Inactive(file)", 0)
+    free = found.get("MemFree", 0) + found.get("Inactive(file)", 0) + found.get("Active(file)", 0) // 2
     return {"nbytes": found.get("MemTotal", 0), "free_nbytes": min(free, found.get("MemTotal", 0))}
 
 
@@ -218,8 +219,8 @@ def _access(system: System, node: int, level: int) -> Access | None:
         initiators,
         value.get("read_latency", 0),
         value.get("write_latency", 0),
-        value.get("read_bandwidth", 0) * _MIB,
-        value.get("write_bandwidth", 0) * _MIB,
+        value.get("read_bandwidth", 0) * _MB,
+        value.get("write_bandwidth", 0) * _MB,
     )
 
 

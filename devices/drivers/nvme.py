@@ -138,6 +138,8 @@ class NvmeDevice:
         )
         if medium.in_flight is not None and options.depth > medium.in_flight:
             medium.why.append(f"depth = {options.depth}: the kernel keeps {medium.in_flight} requests at this disk")
+        if options.register and (self._crew.io != "io_uring" or medium.target.namespace is not None):
+            medium.why.append("register = true registers nothing: only io_uring on files and block devices does")
         self._why = medium.why + self._crew.why
         self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
         self._arena = Arena(name, self._info.memories[0], self._extents.grid)

@@ -34,6 +34,7 @@ from tierloop.devices.drivers.nvme_drives import (
     number_in,
     place_of,
     state_advice,
+    text_in,
 )
 from tierloop.devices.drivers.nvme_identity import Identity
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
@@ -63,10 +64,12 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
     Raises Unsupported (no NVMe namespace, a format that is not served), Busy (somebody uses it), NotPresent,
     NoPermission, ProtocolError (tables that cannot be), Gone, Timeout, ConfigurationError (capacity).
     """
-    generic = _generic_name(wish.path, status, system)
+    generic = _generic_name(status, system)
     if generic is None:
         raise Unsupported(
-            device, "open", f"{wish.path} is a character device, but not the node of an NVMe namespace (/dev/ngXnY)"
+            device,
+            "open",
+            f"{wish.path} is a character device, but sysfs knows no NVMe namespace behind it (/dev/ngXnY)",
         )
     folder = f"/sys/class/nvme-generic/{generic}"
     controllers = tuple(name for name in controllers_of(system, folder) if controller_state(system, name))
@@ -83,18 +86,7 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
             why.append(advice)
     if departed(target):
         raise Gone(device, "open", "; ".join(why))
-    try:
-        drive = Drive(target)
-    except OSError as error:
-        if isinstance(error, DeviceError):
-            raise
-        if error.errno in (errno.ENOTTY, errno.EINVAL):
-            detail = f"{wish.path} does not take NVMe requests for a namespace; /dev/ngXnY does"
-            raise Unsupported(device, "open", detail, error.errno) from error
-        made = from_os(device, "open", error, wish.path)
-        if isinstance(made, NoPermission):
-            made = NoPermission(device, "open", f"{made.detail}; {PERMISSION_HINT}", error.errno)
-        raise made from error
+    drive = _questioned(target, wish.path)
     identity = drive.identity
     shift = identity.lba_nbytes.bit_length() - 1
     namespace = Namespace(identity.nsid, shift, identity.volatile_write_cache)
@@ -115,13 +107,31 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
     )
 
 
-def _generic_name(path: str, status: FileStatus, system: System) -> str | None:
-    """The node's name in the kernel (ngXnY), by its number; by its path where sysfs does not list numbers."""
-    folder = f"/sys/dev/char/{os.major(status.device)}:{os.minor(status.device)}"
-    for name in (posixpath.basename(resolved(system, folder)), posixpath.basename(path)):
-        if block_name(name):
-            return name
-    return None
+def _questioned(target: Target, path: str) -> Drive:
+    device = target.device
+    try:
+        return Drive(target)
+    except DeviceError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EINVAL):
+            detail = f"{path} does not take NVMe requests for a namespace; /dev/ngXnY does"
+            raise Unsupported(device, "open", detail, error.errno) from error
+        raise _refused(device, path, error) from error
+
+
+def _refused(device: str, path: str, error: OSError) -> DeviceError:
+    made = from_os(device, "open", error, path)
+    if isinstance(made, NoPermission):
+        return NoPermission(device, "open", f"{made.detail}; {PERMISSION_HINT}", error.errno)
+    return made
+
+
+def _generic_name(status: FileStatus, system: System) -> str | None:
+    """The node's name in the kernel (ngXnY), by its number: what it is called in /dev says nothing."""
+    number = f"{os.major(status.device)}:{os.minor(status.device)}"
+    name = posixpath.basename(resolved(system, f"/sys/dev/char/{number}"))
+    return name if block_name(name) else None
 
 
 def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list[str]) -> set[int]:
@@ -146,9 +156,13 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
                 f"{node} is mounted, held or opened exclusively by somebody; its generic device must not be written to"
             )
             raise Busy(device, "open", detail, errno.EBUSY) from error
-        raise from_os(device, "open", error, f"{node}, to claim the namespace") from error
+        raise _refused(device, f"{node}, to claim the namespace", error) from error
     undo.callback(close_all, system, {fd})
     _lock(device, node, fd, system)
+    number = system.fstat(fd).device
+    if listed and text_in(system, f"{folder}/dev") != f"{os.major(number)}:{os.minor(number)}":
+        detail = f"{node} is not the block device of {generic}: nobody can tell whether the namespace is in use"
+        raise NotPresent(device, "open", detail)
     parts = [name for name in names_in(system, folder) if number_in(system, f"{folder}/{name}/partition")]
     if parts:
         why.append(f"{block} has partitions ({', '.join(parts)}), and allocating overwrites them")
@@ -161,10 +175,7 @@ def _open(device: str, wish: Wish, status: FileStatus, system: System, undo: Exi
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV):
             raise NotPresent(device, "open", f"{wish.path}: no device stands behind it", error.errno) from error
-        made = from_os(device, "open", error, wish.path)
-        if isinstance(made, NoPermission):
-            made = NoPermission(device, "open", f"{made.detail}; {PERMISSION_HINT}", made.errno)
-        raise made from error
+        raise _refused(device, wish.path, error) from error
     undo.callback(close_all, system, {fd})
     _lock(device, wish.path, fd, system)
     if system.fstat(fd) != status:

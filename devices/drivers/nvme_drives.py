@@ -82,16 +82,16 @@ def in_use(system: System, folder: str) -> str:
     """Why nobody may overwrite the disk or partition that a folder of sysfs describes; empty if nothing is known."""
     folder = resolved(system, folder)
     name = posixpath.basename(folder)
-    parts = [part for part in names_in(system, folder) if _text(system, f"{folder}/{part}/partition")]
-    numbers = {_text(system, f"{place}/dev"): posixpath.basename(place) for place in [folder, *_in(folder, parts)]}
+    parts = [part for part in names_in(system, folder) if text_in(system, f"{folder}/{part}/partition")]
+    numbers = {text_in(system, f"{place}/dev"): posixpath.basename(place) for place in [folder, *_in(folder, parts)]}
     numbers.pop("", None)
     nodes = {f"/dev/{each}" for each in (name, *parts)}
-    for line in _text(system, "/proc/self/mountinfo").splitlines():
+    for line in text_in(system, "/proc/self/mountinfo").splitlines():
         words = line.split()
         source = words[words.index("-") + 2] if "-" in words and len(words) > words.index("-") + 2 else ""
         if len(words) > 4 and (words[2] in numbers or source in nodes):
             return f"{numbers.get(words[2], posixpath.basename(source))} is mounted at {words[4]}"
-    for line in _text(system, "/proc/swaps").splitlines():
+    for line in text_in(system, "/proc/swaps").splitlines():
         if line.split(" ", 1)[0] in nodes:
             return f"{posixpath.basename(line.split(' ', 1)[0])} is swapped to"
     for place in [folder, *_in(folder, parts)]:
@@ -109,9 +109,17 @@ def names_in(system: System, folder: str) -> list[str]:
         return []
 
 
+def text_in(system: System, path: str) -> str:
+    """A text of sysfs or /proc; empty if it is not there."""
+    try:
+        return system.read_text(path)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def number_in(system: System, path: str) -> int | None:
     """A whole number that is not negative, from a file of sysfs."""
-    said = _text(system, path)
+    said = text_in(system, path)
     return int(said) if said.isdecimal() else None
 
 
@@ -120,7 +128,7 @@ def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, in
     if not controllers:
         return None, None
     folder = f"/sys/class/nvme/{controllers[0]}"
-    return _text(system, f"{folder}/address") or None, number_in(system, f"{folder}/numa_node")
+    return text_in(system, f"{folder}/address") or None, number_in(system, f"{folder}/numa_node")
 
 
 def _drive(system: System, controller: str) -> NvmeController:
@@ -133,7 +141,7 @@ def _drive(system: System, controller: str) -> NvmeController:
     for block in names_in(system, "/sys/block"):
         if re.fullmatch(rf"{controller}n\d+", block):
             names.add(block)
-    fact = {name: _text(system, f"{folder}/{name}").strip() for name in _FACTS}
+    fact = {name: text_in(system, f"{folder}/{name}").strip() for name in _FACTS}
     return NvmeController(
         controller=controller,
         model=fact["model"],
@@ -171,10 +179,3 @@ def _linked(system: System, path: str) -> str | None:
     except OSError:
         return None
     return resolved(system, path)
-
-
-def _text(system: System, path: str) -> str:
-    try:
-        return system.read_text(path)
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -4,7 +4,7 @@ There is no file system, no block layer and no page cache in between: a transfer
 it or none. What must hold beyond what engines.py says:
 
 - A status is judged, not only counted: what passes (a namespace that is not ready, an aborted command) is tried again
-  unless the drive forbids it; a media error names the block, from the drive's error log where that may be read.
+  unless the drive forbids it; a media error names the block, from the drive's error log or by reading again.
 - A flush is the drive's own Flush, and nothing at all where the drive says that it has no volatile write cache.
 - A path that fails, and a drive whose controllers are dead or not there any more, are Gone. While none of them is live
   the kernel answers EINVAL (a ring) or EAGAIN (ioctl) under multipath, and a command is tried again.
@@ -60,7 +60,8 @@ _MOST_CANCELLED = 3
 _ERROR_ENTRY = struct.Struct("<QHHHHQI36x")
 """One entry of the error log: count, queue, command, status, parameter, block, namespace."""
 _ERROR_ENTRIES = 16
-_LOG_DEADLINE_S = 2.0
+_SEARCH_S = 2.0
+"""How long to look for the block that failed: a drive may try for seconds before it gives one up."""
 PERMISSION_HINT = (
     "NVMe passthrough needs read and write permission on the node (a udev rule or the disk's group) and, for commands "
     "that the kernel does not pass for everybody, CAP_SYS_ADMIN"
@@ -82,7 +83,7 @@ class Judge:
         first, last = offset >> shift, (offset + nbytes - 1) >> shift
         where = f"blocks {first} to {last}" if last > first else f"block {first}"
         if is_media(result):
-            bad = first if first == last else self._failed_block(result, first, last)
+            bad = first if first == last else self._failed_block(op, result, first, last)
             if bad is not None:
                 where = f"LBA {bad}" + (f" (of {where})" if last > first else "")
             else:
@@ -101,9 +102,12 @@ class Judge:
         target = self._target
         if number in UNCLEAR and (why := departed(target)):
             return Gone(target.device, op, f"{detail}: {why}", number), False
-        states = [controller_state(target.system, each) for each in target.controllers]
-        if number == errno.EINVAL and states and "live" not in states:
-            return Busy(target.device, op, f"{detail}: {target.controllers[0]} is {states[0]}", number), True
+        if number == errno.EINVAL and target.controllers:
+            states = [controller_state(target.system, each) for each in target.controllers]
+            if "live" not in states:
+                return Busy(target.device, op, f"{detail}: {target.controllers[0]} is {states[0]}", number), True
+            # a controller may have come back between the answer and this look
+            return from_os(target.device, op, OSError(number, ""), detail), tries < _MOST_CANCELLED
         if number == errno.EINTR:
             detail = f"{detail}: the kernel gave the command up: its time was over, or the controller was reset"
             return Timeout(target.device, op, detail, number), tries < _MOST_CANCELLED
@@ -112,23 +116,49 @@ class Judge:
             made = NoPermission(target.device, op, f"{made.detail}; {PERMISSION_HINT}", number)
         return made, number == errno.EAGAIN
 
-    def _failed_block(self, status: int, first: int, last: int) -> int | None:
-        """The block that the newest fitting entry of the drive's error log names."""
-        target = self._target
-        log = room(target, _ERROR_ENTRY.size * _ERROR_ENTRIES)
+    def _failed_block(self, op: str, status: int, first: int, last: int) -> int | None:
+        """The block that failed: by the drive's error log, else for a read by reading again, each half in turn."""
+        target, found = self._target, list[int]()
+        memory = room(target, max((last - first + 1) << self._namespace.shift, _ERROR_ENTRY.size * _ERROR_ENTRIES))
 
-        def ask() -> None:
-            if issue(target.system, target.fd, get_log(LOG_ERRORS, len(log), address_of(log)), admin=True):
-                raise OSError(errno.EOPNOTSUPP, "no error log")
+        def look() -> None:
+            found.extend(self._logged(memory, status, first, last))
+            if op == "read" and not found:
+                found.extend(self._searched(memory, first, last))
 
         try:
-            within(min(target.deadline_s, _LOG_DEADLINE_S), ask)
+            within(min(target.deadline_s, _SEARCH_S), look)
         except (OSError, Stuck):
             return None
-        for _, _, _, said, _, block, nsid in _ERROR_ENTRY.iter_unpack(log):
-            if nsid == self._namespace.nsid and said >> 1 & 0x7FF == status & 0x7FF and first <= block <= last:
-                return int(block)
-        return None
+        return found[0] if found else None
+
+    def _logged(self, memory: mmap.mmap, status: int, first: int, last: int) -> list[int]:
+        """The blocks that fitting entries of the error log name, newest first."""
+        nbytes = _ERROR_ENTRY.size * _ERROR_ENTRIES
+        try:
+            if issue(self._target.system, self._target.fd, get_log(LOG_ERRORS, nbytes, address_of(memory)), admin=True):
+                return []
+        except OSError:
+            return []
+        return [
+            block
+            for _, _, _, said, _, block, nsid in _ERROR_ENTRY.iter_unpack(memory[:nbytes])
+            if nsid == self._namespace.nsid and said >> 1 & 0x7FF == status & 0x7FF and first <= block <= last
+        ]
+
+    def _searched(self, memory: mmap.mmap, first: int, last: int) -> list[int]:
+        """The first block that cannot be read; none if all can now. Raises OSError."""
+        target, nsid, shift = self._target, self._namespace.nsid, self._namespace.shift
+
+        def bad(start: int, end: int) -> bool:
+            blocks = end - start + 1
+            command = on_blocks(READ, nsid, start, blocks, address_of(memory), blocks << shift)
+            return is_media(issue(target.system, target.fd, command))
+
+        while first < last:
+            middle = (first + last) // 2
+            first, last = (first, middle) if bad(first, middle) else (middle + 1, last)
+        return [first] if bad(first, first) else []
 
 
 class CommandEntries(Judge):

@@ -44,6 +44,7 @@ from tierloop.devices.commands import (
 )
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check
+from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.arena import Arena
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.extents import Extents
@@ -303,7 +304,7 @@ class PnmDevice:
             job.ticket = self._session.offer(request)
             return
         except StopIteration:
-            pass
+            error = guard.loss(self._name, job.completion.command)
         except WireError as wrong:
             error = OutOfRange(self._name, op, str(wrong))
         except Exception as wrong:

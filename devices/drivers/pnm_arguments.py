@@ -25,6 +25,7 @@ from tierloop.devices.kernels.contract import (
     Append,
     Attend,
     Chase,
+    Cluster,
     Combine,
     Dequantize,
     Gather,
@@ -34,6 +35,7 @@ from tierloop.devices.kernels.contract import (
     Quantize,
     Score,
     Topk,
+    num_clusters,
 )
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
@@ -93,6 +95,11 @@ _FORMS: dict[int, tuple[type[KernelArgs], dict[str, Any]]] = {
     8: (Quantize, {"dtype": _CODES, "dim": int, "axis": _AXIS, "which": _LIST}),
     9: (Dequantize, {"dtype": _CODES, "dim": int, "axis": _AXIS, "which": _LIST}),
     10: (Chase, {}),
+    11: (
+        Cluster,
+        {"dtype": _DTYPE, "num_sequences": int, "num_kv_heads": int, "head_dim": int}
+        | {"segment_tokens": int, "cluster_tokens": int, "iterations": int, "runs": _RUNS},
+    ),
 }
 KERNELS: dict[str, int] = {kind.kernel: number for number, (kind, _) in _FORMS.items()}
 """The number of each kernel on the wire; the bit of that number in HELLO says that the device offers it."""
@@ -196,7 +203,8 @@ def unpack_launch(data: bytes, region_of: RegionOf) -> Launch:
 
 
 def sram_nbytes(args: KernelArgs) -> int:
-    """What an engine holds of one job of a launch: queries and results of one sequence and KV head, or one row."""
+    """What an engine holds of one job of a launch: queries and results of one sequence and KV head, one row, or the
+    centroids of one segment."""
     if isinstance(args, Attend):
         return 4 * args.q_len * args.group * (args.head_dim + 2 + args.head_dim_v)
     if isinstance(args, Logits):
@@ -211,6 +219,8 @@ def sram_nbytes(args: KernelArgs) -> int:
         return 8 * args.k + 4 * args.group
     if isinstance(args, (Quantize, Dequantize)):
         return 4 * args.dim
+    if isinstance(args, Cluster):
+        return 4 * args.head_dim * (1 + num_clusters(args.segment_tokens, args.segment_tokens, args.cluster_tokens))
     return 0
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write, verb
 from tierloop.devices.completion import Completion
+from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room
 from tierloop.devices.drivers.failures import as_device_error
@@ -120,6 +121,7 @@ class Worker:
         stuck = False
         try:
             self._move(engine, command)
+            guard.check(self._target.device, command)
         except DeviceError as failed:
             error = failed
         except Stuck as failed:

@@ -36,6 +36,7 @@ class Faulty(Around):
     """`read_per_million`, `write_per_million` commands fail once; `deadline_ns` is when one that hangs is given up."""
 
     abilities: frozenset[Ability] = frozenset(ABILITIES)
+    grain_nbytes = 1
 
     def __init__(
         self,

@@ -71,8 +71,8 @@ def test_a_machine_is_found_by_its_path_and_remembers_it(tmp_path: Path) -> None
     [
         ("[[distance]]\nfrom = 0\nto = 7\nvalue = 20", "to = 7 is no node; allowed: 0"),
         ("[[distance]]\nfrom = 0\nto = 0\nvalue = 20", "allowed: 11 to 254, two nodes"),
-        ("[[path]]\nfrom = 0\nto = 'far'\nlatency_ns = 1\nmib_per_s = 1", "'far' is no node"),
-        ("[[node]]\nid = 1\nmib = 512\n[[path]]\nfrom = 1\nto = 0\nlatency_ns = 1\nmib_per_s = 1", "has no cpus"),
+        ("[[path]]\nfrom = 0\nto = 'far'\nlatency_ns = 1\nmb_per_s = 1", "'far' is no node"),
+        ("[[node]]\nid = 1\nmib = 512\n[[path]]\nfrom = 1\nto = 0\nlatency_ns = 1\nmb_per_s = 1", "has no cpus"),
         ("[[node]]\nid = 2\nmib = 512", "numbered 0, 1, 2"),
         ("[[node]]\nid = 1\nmib = 0", "mib = 0"),
         ("[[cxl]]\nserial = 1\nmib = 300", "multiples of 256"),

@@ -47,7 +47,7 @@ def test_hmat_says_of_each_node_what_its_best_initiator_was_described_to_see(mac
             access = next(one for one in nodes[node.id].access if one.level == 0)
             assert way.source in access.initiators
             assert access.read_latency_ns == way.latency_ns
-            assert access.read_bytes_per_s == way.mib_per_s << 20
+            assert access.read_bytes_per_s == way.mb_per_s * 1_000_000
             checked += 1
     assert checked == len({way.target for way in machine.paths if way.target < len(machine.nodes)})
 

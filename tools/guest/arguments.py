@@ -114,7 +114,7 @@ def _tables(machine: Machine) -> Iterator[str]:
     for way in machine.paths:
         which = f"hmat-lb,initiator={way.source},target={way.target},hierarchy=memory"
         yield from ("-numa", f"{which},data-type=access-latency,latency={way.latency_ns}")
-        yield from ("-numa", f"{which},data-type=access-bandwidth,bandwidth={way.mib_per_s}M")
+        yield from ("-numa", f"{which},data-type=access-bandwidth,bandwidth={way.mb_per_s}M")
 
 
 def _kernel(files: Files, choices: Choices) -> Iterator[str]:

@@ -47,13 +47,16 @@ _NUMA = (
     "/sys/kernel/mm/numa",
     "/sys/kernel/mm/mempolicy",
 )
-_NVME = ("/sys/class/nvme",)
+_NVME = ("/sys/class/nvme", "/sys/class/nvme-generic", "/sys/class/nvme-subsystem", "/sys/block")
 _CXL = ("/sys/bus/cxl/devices", "/sys/bus/dax/devices")
 _TABLES = ("SRAT", "SLIT", "HMAT", "CEDT")
 _LEFT_OUT = re.compile(
     r"/(power|msi_irqs|msi_bus|irq|statistics|hwmon|vmstat|numastat|meminfo|stat|inflight|uevent|trace|queue|mq|"
     r"integrity|compact|hugepages|memory\d+|cpu\d+|bdi|slaves|holders|firmware_node|waiting_for_supplier|rescan\w*|"
-    r"reset\w*|remove|config|rom|resource\d+\w*|vpd|dynamic|data|trigger\w*|security|async|eh_\w+)$"
+    r"reset\w*|remove|config|rom|resource\d+\w*|vpd|dynamic|data|trigger\w*|security|async|eh_\w+|hwmon\d+|diskseq|aer_\w+|"
+    r"broken_parity_status|consistent_dma_mask_bits|dma_mask_bits|d3cold_allowed|ari_enabled|enable|current_link\w+|"
+    r"max_link\w+|local_cpu\w+|driver_override|subordinate_bus_number|secondary_bus_number|revision|power_state|pools|"
+    r"acpi_index|index|label|sriov\w*|link|doe_features|wakeup\w*|[0-9a-f:.]+:pcie\w+|events\w*|modalias)$"
 )
 _TABLE_NBYTES = 4096
 
@@ -90,7 +93,7 @@ def capture(folder: Path, machine: Machine) -> None:
     for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
         numa.put(f"{node}/meminfo", _lines(f"{node}/meminfo", "MemTotal"))
     _store(folder / "guest-numa.tree", numa)
-    nvme = tree_of(_NVME)
+    nvme = tree_of(_NVME, keep=lambda path: not re.fullmatch(r"/sys/block/(?!nvme).*", path))
     for drive in nvme_drives(HOST):
         for namespace in drive.namespaces:
             if namespace.generic:
@@ -135,7 +138,7 @@ def _read(path: str) -> bytes | None:
     except OSError:
         return None
     try:
-        parts = []
+        parts: list[bytes] = []
         while sum(map(len, parts)) <= LARGEST:
             part = os.read(fd, LARGEST)
             if not part:

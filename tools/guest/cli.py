@@ -6,8 +6,10 @@ console's last lines on stderr. All else ends as other commands do: 0 good, 1 a 
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +17,10 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
 from tierloop.tools.console import results, say
 from tierloop.tools.output import OutputError, prepare_folder
+
+if TYPE_CHECKING:
+    from tierloop.tools.guest.arguments import Choices
+    from tierloop.tools.guest.running import Outcome
 
 guest = typer.Typer(
     no_args_is_help=True, help="A real kernel with emulated NUMA, NVMe, CXL and RDMA, for real drivers."
@@ -78,16 +84,10 @@ def run(
 ) -> None:
     """Boot a guest, run a command in this folder there, and end with its exit status."""
     from tierloop.tools.guest import running
-    from tierloop.tools.guest.arguments import Choices
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
 
-    choices = Choices(
-        accelerator=accelerator,
-        kernel_words=tuple(kernel_words or ()),
-        qemu_words=tuple(qemu_words or ()),
-        qemu=qemu,
-    )
+    choices = _choices(accelerator, kernel_words, qemu_words, qemu)
     outcome = running.run(
         places(),
         load(machine),
@@ -115,18 +115,12 @@ def check(
 ) -> None:
     """Run the tests of real drivers in a guest. Exit code 1 where one fails, or where the guest gives no result."""
     from tierloop.tools.guest import testing
-    from tierloop.tools.guest.arguments import Choices
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
 
     rig, described = places(), load(machine)
     layers = rig.needed()
-    choices = Choices(
-        accelerator=accelerator,
-        kernel_words=tuple(kernel_words or ()),
-        qemu_words=tuple(qemu_words or ()),
-        qemu=qemu,
-    )
+    choices = _choices(accelerator, kernel_words, qemu_words, qemu)
     folder = _writable(results_folder or rig.root / "results")
     assert folder is not None
     verdict = testing.run_tests(
@@ -143,7 +137,9 @@ def check(
         with results(as_json) as shown:
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
     elif verdict.found is None and verdict.outcome.status is not None:
-        say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
+        full = shutil.disk_usage(folder).free < 1 << 20
+        why = f"the disk of {folder} is full" if full else f"exit status {verdict.outcome.status}"
+        say(f"guest: pytest left no results ({why})")
     raise typer.Exit(0 if verdict.good else 1)
 
 
@@ -154,9 +150,6 @@ def capture(
     limit_s: LimitS = 300,
 ) -> None:
     """Write what a real kernel shows of the machine, as trees that tests replay without a guest."""
-    import shutil
-    import sys
-
     from tierloop.tools.guest import running, testing
     from tierloop.tools.guest.arguments import Choices
     from tierloop.tools.guest.capturing import NAMES
@@ -194,22 +187,13 @@ def shell(
     qemu: Qemu = "",
 ) -> None:
     """Boot a guest and give its shell to this terminal; leaving the shell switches the guest off."""
-    import sys
-
     from tierloop.tools.guest import running
-    from tierloop.tools.guest.arguments import Choices
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
 
     if not sys.stdin.isatty():
         raise ConfigurationError("guest shell needs a terminal; `tierloop guest run -- COMMAND` needs none")
-    choices = Choices(
-        accelerator=accelerator,
-        interactive=True,
-        kernel_words=tuple(kernel_words or ()),
-        qemu_words=tuple(qemu_words or ()),
-        qemu=qemu,
-    )
+    choices = _choices(accelerator, kernel_words, qemu_words, qemu, interactive=True)
     outcome = running.run(
         places(),
         load(machine),
@@ -236,11 +220,20 @@ def clean(as_json: options.AsJson = False) -> None:
         shown.show(f"removed {rig.root}: {nbytes >> 20} MiB")
 
 
-def _tell(outcome: object) -> None:
-    """Why there is no exit status, on stderr."""
-    from tierloop.tools.guest.running import Outcome
+def _choices(
+    accelerator: str,
+    kernel_words: list[str] | None,
+    qemu_words: list[str] | None,
+    qemu: str,
+    interactive: bool = False,
+) -> Choices:
+    from tierloop.tools.guest.arguments import Choices
 
-    assert isinstance(outcome, Outcome)
+    return Choices(accelerator, interactive, tuple(kernel_words or ()), tuple(qemu_words or ()), qemu)
+
+
+def _tell(outcome: Outcome) -> None:
+    """Why there is no exit status, on stderr."""
     if outcome.status is None:
         for line in outcome.last_lines:
             say(f"  | {line}")

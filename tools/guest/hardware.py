@@ -168,6 +168,7 @@ class DriveDoor:
         self._offset_of = offset_of
         self._lost = set(lost)
         drives = {drive.serial: drive for drive in hardware.machine.drives}
+        self.grain_nbytes = SECTOR
         plain: frozenset[Ability] = frozenset({"unreadable", "hang"})
         self.abilities: frozenset[Ability] = plain | ({"unplug"} if drives[serial].hotplug else set())
 

@@ -40,12 +40,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Way:
-    """What HMAT says of one way from processors to memory."""
+    """What HMAT says of one way from processors to memory; its rates stand in MB/s."""
 
     source: int
     target: int
     latency_ns: int
-    mib_per_s: int
+    mb_per_s: int
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _paths(
     paths: dict[tuple[int, int], Way] = {}
     for at, table in enumerate(tables):
         name = f"{where}: path {at}"
-        refuse_unknown(name, table, ["from", "to", "latency_ns", "mib_per_s"])
+        refuse_unknown(name, table, ["from", "to", "latency_ns", "mb_per_s"])
         source, target = _number(name, table, "from", numbers), _number(name, table, "to", numbers)
         if source >= len(nodes) or not nodes[source].cpus:
             raise ConfigurationError(f"{name}: begins at {table['from']!r}, which has no cpus")
@@ -244,7 +244,7 @@ def _paths(
             source,
             target,
             integer(name, table, "latency_ns", 0, least=1),
-            integer(name, table, "mib_per_s", 0, least=1),
+            integer(name, table, "mb_per_s", 0, least=1),
         )
     return tuple(paths.values())
 

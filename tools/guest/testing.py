@@ -7,6 +7,9 @@ A guest that ends without a result is a failure with a reason, never a success.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ET  # the name that its own documentation gives it
 from collections.abc import Sequence
@@ -16,12 +19,15 @@ from typing import Any
 
 from tierloop.tools.guest.arguments import Choices
 from tierloop.tools.guest.machine import Machine
+from tierloop.tools.guest.packages import RigError
 from tierloop.tools.guest.places import Places
 from tierloop.tools.guest.running import Outcome, run
 
 TOP = Path(__file__).resolve().parents[2]
 TESTS = ("tests/guest", "tests/test_numa_real.py")
 JUNIT = "junit.xml"
+PROCESSOR = "x86-64-v3"
+"""What the emulated processor can do, in LLVM's words: AVX2 and FMA, no AVX-512."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ def run_tests(
     """Run pytest in a guest; `arguments` go to it, and name the tests where they name any. Raises as `run` does."""
     junit = results / JUNIT
     junit.unlink(missing_ok=True)
+    compiled = compile_ahead(places)
     tests = () if any(not word.startswith("-") for word in arguments) else TESTS
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", f"--junitxml={junit}", *arguments, *tests]
     outcome = run(
@@ -70,10 +77,37 @@ def run_tests(
         choices=choices,
         folder=TOP,
         results=results,
-        environment={"PYTHONPATH": str(TOP / "src"), "HYPOTHESIS_PROFILE": "dev", "NUMBA_CACHE_DIR": "/run/numba"},
+        environment={"HYPOTHESIS_PROFILE": "dev", **compiled},
         silent=silent,
     )
     return Verdict(outcome, read_junit(junit))
+
+
+def compile_ahead(places: Places) -> dict[str, str]:
+    """Compile all kernels on the host for the guest's processor; returns the environment that finds them there.
+
+    The guest would take a quarter of an hour. Processor and features are named, because what Numba would find out for
+    itself differs between the two, and it looks for kernels by them.
+    """
+    environment = {
+        "PYTHONPATH": str(TOP / "src"),
+        "NUMBA_CACHE_DIR": str(places.root / "kernels"),
+        "NUMBA_CPU_NAME": PROCESSOR,
+        "NUMBA_CPU_FEATURES": "",
+    }
+    sources = sorted((TOP / "devices").rglob("*.py"))
+    found = [path for path in sources if re.search(r"^ *@(kernel|entry)\(", path.read_text(), re.MULTILINE)]
+    names = [".".join(("tierloop", *path.relative_to(TOP).with_suffix("").parts)) for path in found]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(names)}"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RigError(f"the kernels do not compile for {PROCESSOR}: {done.stderr.strip()[-400:]}")
+    return environment
 
 
 def read_junit(path: Path) -> Found | None:

@@ -13,13 +13,13 @@ import pytest
 
 from tests.attention_case import Case, Float32, Int64, Layout, same_bits
 from tests.guest.drives import APPEARS_S, generic_path
+from tests.guest.memories import dax_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Copy, Launch, Read, Write
 from tierloop.devices.device import Device
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import open_cxl
-from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.drivers.nvme import open_nvme
 from tierloop.devices.hazards import HazardChecker
 from tierloop.devices.platform import Platform
@@ -27,24 +27,11 @@ from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST
 from tierloop.tools.guest import cxl_regions
-from tierloop.tools.guest.machine import Cxl, Machine
+from tierloop.tools.guest.machine import Machine
 
 MIB = 1 << 20
 PLACES = ("cpu0", "cpu1", "cxl0", "cxl1", "nvme0")
 SPLIT_TOKENS, SPLITS_EACH = 16, 2
-
-
-def dax_of(machine: Machine, memories: tuple[Cxl, ...]) -> str:
-    """The devdax over these memories: one that another test has set up, or a new one."""
-    topology = cxl_topology()
-    names = {cxl_regions.memdev_of(topology, memory) for memory in memories}
-    for region in topology.regions:
-        for dax in topology.daxes:
-            if dax.region == region.name and set(region.memdevs) == names:
-                if dax.mode != "devdax":
-                    cxl_regions.devdax(dax.name)
-                return dax.name
-    return cxl_regions.volatile_region(machine, memories).name
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ def set_up(places: Places, say: Say, again: bool = False) -> Layers:
         standing = places.standing()
         if standing is not None and not again:
             return standing
+        for left in places.root.glob("making-*"):  # of a set-up that was killed
+            shutil.rmtree(left, ignore_errors=True)
         suite = release()
         _check_space(places.root)
         try:

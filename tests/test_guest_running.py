@@ -127,6 +127,15 @@ def poll_until_gone(pidfd: int, wait_s: float = 10) -> bool:
     return bool(select.select([pidfd], [], [], wait_s)[0])
 
 
+def test_what_is_left_of_a_killed_run_goes_with_the_next_one(boot: Boot, tmp_path: Path) -> None:
+    left = tmp_path / "rig/runs/run-dead"
+    left.mkdir(parents=True)
+    (left / "owner").touch()
+    os.utime(left, (0, 0))
+    boot("echo 0 > $run/status")
+    assert not left.exists()
+
+
 def test_a_machine_that_is_too_large_for_this_host_is_refused(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_memory_mib", lambda: 100)
     with pytest.raises(ConfigurationError, match="takes up to 576 MiB of memory, 100 MiB are free"):

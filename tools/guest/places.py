@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -95,6 +96,18 @@ class Places:
 def write_note(folder: Path, layers: Layers) -> None:
     """Say of layers that they are whole."""
     (folder / "rig.json").write_text(json.dumps(asdict(layers), indent=2) + "\n")
+
+
+def is_held(run: Path) -> bool:
+    """Whether the process that runs this guest is still there: it holds a lock for as long as it lives."""
+    try:
+        with (run / "owner").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def places() -> Places:

@@ -29,13 +29,14 @@ from tierloop.tools.guest.console import Tail, last_lines, panic
 from tierloop.tools.guest.layers import INSIDE, PYVERBS
 from tierloop.tools.guest.machine import Machine
 from tierloop.tools.guest.packages import RigError
-from tierloop.tools.guest.places import Places
+from tierloop.tools.guest.places import Places, is_held
 
 NO_STATUS = 125
 _POLL_S = 0.05
 _BOOT_S = 240
 _GRACE_S = 5
 _MARGIN_MIB = 512
+_BEGINS_S = 60
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def started(
     places.needed()
     check(machine, choices)
     places.runs.mkdir(parents=True, exist_ok=True)
+    _forget_the_dead(places)
     with (
         tempfile.TemporaryDirectory(dir=places.runs, prefix="run-") as run_folder,
         tempfile.TemporaryDirectory(prefix="tierloop-") as sockets,
@@ -220,6 +222,17 @@ def _stopped(guest: Guest, reason: str, boot_s: float | None, wall_s: float) -> 
 
 def _is_full(folder: Path) -> bool:
     return shutil.disk_usage(folder).free < 1 << 20
+
+
+def _forget_the_dead(places: Places) -> None:
+    """Remove what is left of runs whose process was killed; one that begins just now is spared."""
+    for left in places.runs.glob("run-*"):
+        try:
+            age_s = time.time() - left.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if age_s > _BEGINS_S and not is_held(left):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _prepare(

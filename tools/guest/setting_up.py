@@ -7,7 +7,6 @@ One set-up works at a time; the second waits for the first and finds everything 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import shutil
@@ -21,7 +20,7 @@ from filelock import FileLock
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools.guest.layers import add_kernel, finish_guest, merge_usr, unpack, write_first
 from tierloop.tools.guest.packages import QEMU, TOOLS, Apt, RigError, release
-from tierloop.tools.guest.places import FORMAT, Layers, Places, write_note
+from tierloop.tools.guest.places import FORMAT, Layers, Places, is_held, write_note
 
 _SPACE_MIB = 1200
 """What packages, lists and layers take together while they are made, and a margin; about 450 MiB stay."""
@@ -57,18 +56,6 @@ def clean(places: Places) -> int:
         shutil.rmtree(places.root, ignore_errors=True)
     places.lock.unlink(missing_ok=True)
     return nbytes
-
-
-def is_held(run: Path) -> bool:
-    """Whether the process that runs this guest is still there: it holds a lock for as long as it lives."""
-    try:
-        with (run / "owner").open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def check_host(machine: str) -> None:

@@ -80,12 +80,15 @@ class Arithmetic:
 
     `microkernel` names the code and lane order: devices with the same name, on one instruction set, give the same
     bits. `accumulator` and `exp` name the float type of sums and of the exponential; `wire` that of states.
+    Without `cut_invariant` the order of sums depends on the launch: its results keep the bound, and not the bits, when
+    rows are cut into other runs, roots or launches.
     """
 
     microkernel: str
     accumulator: Literal["float16", "float32", "float64"] = "float32"
     exp: Literal["float16", "float32", "float64"] = "float32"
     wire: Literal["float16", "float32"] = "float32"
+    cut_invariant: bool = True
 
 
 @dataclass(frozen=True)

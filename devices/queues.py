@@ -5,6 +5,9 @@ everything that it comes after has ended, one command at a time per queue; queue
 dependency failed, the command ends as `Cancelled` with that cause and never starts. All of it happens on the clock's
 thread: a driver's worker hands its result over with `clock.post`.
 
+A device whose hardware orders commands by itself says so with `handed`: what comes after such a command on the same
+device is then begun before it has ended, and the device takes care of the order. Ends are in order all the same.
+
 Ends are settled one after the other over the whole site, never one inside the other: a chain of any length, over any
 number of devices, may be cancelled or end at once without deep recursion.
 """
@@ -41,6 +44,8 @@ class QueueSet:
         self._start = start
         self._queues: list[deque[Completion]] = [deque() for _ in range(num_queues)]
         self._unread: dict[Completion, DeviceError] = {}
+        self._handed: set[Completion] = set()
+        self._num_handed = [0] * num_queues  # those are always the first of their queue
         self._closed = False
 
     def submit(self, command: Command, queue: int, after: Sequence[Completion], traffic: Traffic) -> Completion:
@@ -58,16 +63,33 @@ class QueueSet:
             self._site.checker.submitted(completion)
         waiting = 0
         for earlier in completion.after:
-            if not earlier.done:
+            if not earlier.done and earlier not in self._handed:
                 waiting += 1
                 earlier._followers.append(partial(self._released, completion))
         completion._waiting = waiting
         line.append(completion)
         for observe in self._site.arrivals:
             observe(completion)
-        if not ahead and not waiting:
+        if not waiting and (not ahead or self._may_begin(completion)):
             self._begin(completion)
         return completion
+
+    def handed(self, completion: Completion) -> None:
+        """The hardware has all of a started command and orders what comes after it: begin that, on this device.
+
+        Nothing may go wrong with the command any more but the loss of the whole device.
+        """
+        if self._closed or completion.done:
+            return
+        self._handed.add(completion)
+        self._num_handed[completion.queue] += 1
+        mine = [call for call in completion._followers if getattr(call, "func", None) == self._released]
+        if mine:
+            completion._followers = [call for call in completion._followers if call not in mine]
+        for call in (*mine, self._next):
+            self._site.followers.append((call, completion))
+        if not self._site.settling:
+            self._settle()
 
     def finish(self, completion: Completion, error: DeviceError | None = None) -> None:
         """End a started command; starts the next of its queue and whatever came after it.
@@ -79,6 +101,9 @@ class QueueSet:
         line = self._queues[completion.queue]
         assert line[0] is completion, "commands of one queue end in order"
         line.popleft()
+        if completion in self._handed:
+            self._handed.remove(completion)
+            self._num_handed[completion.queue] -= 1
         if error is not None:
             self._unread[completion] = error
         self._end(completion, error)
@@ -109,6 +134,8 @@ class QueueSet:
             return
         self._closed = True
         still = [completion for line in self._queues for completion in line]
+        self._handed.clear()
+        self._num_handed = [0] * len(self._queues)
         for line in self._queues:
             line.clear()
         for completion in still:  # all of them before anybody is told, so that none is begun as a follower
@@ -156,13 +183,22 @@ class QueueSet:
             raise failures[0]
 
     def _next(self, ended: Completion) -> None:
-        line = self._queues[ended.queue]
-        if line and line[0]._waiting == 0 and line[0].started_ns < 0:
-            self._begin(line[0])
+        line, first = self._queues[ended.queue], self._num_handed[ended.queue]
+        if len(line) > first:
+            completion = line[first]
+            if completion.started_ns < 0 and completion._waiting == 0 and self._may_begin(completion):
+                self._begin(completion)
+
+    def _may_begin(self, completion: Completion) -> bool:
+        """Whether all that stand before it in its queue are with the hardware; what is to be cancelled comes first."""
+        first = self._num_handed[completion.queue]
+        if self._queues[completion.queue][first] is not completion:
+            return False
+        return first == 0 or all(earlier.error is None for earlier in completion.after)
 
     def _released(self, completion: Completion, _: Completion) -> None:
         completion._waiting -= 1
-        if completion._waiting == 0 and not completion.done and self._queues[completion.queue][0] is completion:
+        if completion._waiting == 0 and not completion.done and self._may_begin(completion):
             self._begin(completion)
 
     def _begin(self, completion: Completion) -> None:

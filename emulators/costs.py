@@ -3,7 +3,8 @@
 - A transfer is one flow through everything on its way: the source's medium, links, the executor's own limit, the
   target's medium. Host buffers lie in the platform's host memory.
 - A kernel is a flow per memory and direction (one for both where no link is between), and one that occupies the engine
-  for flops / rate: cost = overhead + max(flops / rate, bytes per memory over their paths).
+  for flops / rate: cost = overhead + max(flops / rate, bytes per memory over their paths). It is the roofline of
+  firmware_models/gpu.py, with flows that other executors share.
 - Random accesses by cores (spans below a page on average) wait for latency: bytes under way / latency is their rate,
   with the loaded latency where the memory has curves, and nothing comes after it. `chase` waits at every line.
 - One transfer command moves at most `command_bytes_per_s`; every command occupies the executor's command processor for
@@ -25,8 +26,9 @@ from tierloop.devices.regions import Segment
 from tierloop.emulators.fabric import Demand, Fabric, Job
 from tierloop.emulators.reach import Engine, Reach
 from tierloop.emulators.spread import Part, deal
-from tierloop.emulators.timing import FAR, NS, WINDOW, Route
+from tierloop.emulators.timing import FAR, WINDOW, Route
 from tierloop.emulators.ways import Way, Ways
+from tierloop.firmware_models.gpu import arithmetic_ns
 from tierloop.firmware_models.media import NOTHING
 
 RANDOM_NBYTES = 4096
@@ -122,7 +124,7 @@ class Costs:
         dense = isinstance(args, Dense)
         rate = self._profile.dense_flops_per_s if dense else self._profile.flops_per_s
         if flops and rate:
-            demands.append((self._engine, -(-flops * NS // rate), FAR, 0))
+            demands.append((self._engine, arithmetic_ns(flops, rate), FAR, 0))
         job.processor = self._processor
         if isinstance(args, Dense):
             job.idle = args.function is None

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
+from tierloop.devices.drivers.gpu import open_gpu
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, nearest
@@ -27,8 +29,11 @@ from tierloop.emulators.kernel_cxl import CxlKernel, CxlRegion, RegionPlan, cxl_
 from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
 
+if TYPE_CHECKING:
+    from tierloop.emulators.host_accelerator import HostAccelerator
+
 HOST_NBYTES = 256 << 20
-DRIVE_NBYTES = 64 << 20
+DRIVE_NBYTES = GPU_NBYTES = 64 << 20
 LINE_NBYTES, PAGE_NBYTES = 64, 4096
 DEADLINE_S = 2.0
 """How long a device may take, so that what hangs on purpose is given up soon."""
@@ -79,6 +84,25 @@ class CxlBackDoor:
         self._machine.unplug(0)
 
 
+class GpuBackDoor:
+    """Of the stand-in for a GPU: an event that is never reached, and a context that is lost."""
+
+    abilities: frozenset[Ability] = frozenset({"hang", "unplug"})
+    grain_nbytes = 1
+
+    def __init__(self, accelerator: HostAccelerator) -> None:
+        self._accelerator = accelerator
+
+    def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
+        raise NotImplementedError("a GPU that meets an error it cannot correct is lost as a whole")
+
+    def hang(self) -> None:
+        self._accelerator.hold()
+
+    def unplug(self) -> None:
+        self._accelerator.lose()
+
+
 class NvmeBackDoor:
     """Of the drive's controller: blocks that cannot be read, completions that are lost, and the slot."""
 
@@ -127,6 +151,16 @@ def _cxl(site: Site, name: str, _reaches: list[str]) -> Device:
     return device
 
 
+def _gpu(site: Site, name: str, reaches: list[str]) -> Device:
+    from tierloop.emulators.host_accelerator import HostAccelerator  # torch takes seconds to import
+
+    accelerator = HostAccelerator(capacity=GPU_NBYTES)
+    options = {"capacity": GPU_NBYTES, "reaches": reaches, "deadline_s": DEADLINE_S}
+    device = open_gpu(name, site, options, accelerator=accelerator)
+    offer(site, name, GpuBackDoor(accelerator))
+    return device
+
+
 def _nvme(site: Site, name: str, reaches: list[str]) -> Device:
     machine = nvme_machine(DRIVE_NBYTES)
     options = {"path": "/dev/ng0n1", "reaches": reaches, "queues": 2, "deadline_s": DEADLINE_S}
@@ -142,5 +176,5 @@ def _pnm(site: Site, name: str, reaches: list[str]) -> Device:
     return device
 
 
-KINDS: dict[str, Callable[[Site, str, list[str]], Device]] = {"cxl": _cxl, "nvme": _nvme, "pnm": _pnm}
+KINDS: dict[str, Callable[[Site, str, list[str]], Device]] = {"cxl": _cxl, "gpu": _gpu, "nvme": _nvme, "pnm": _pnm}
 """What opens a device of each kind: (site, name, memories that it is to reach)."""

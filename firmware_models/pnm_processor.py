@@ -140,6 +140,8 @@ class Processor:
         if (entry.opcode, entry.number, entry.phase) != (Opcode.HELLO, 1, 1):
             self.refused += 1
             return
+        if self._current is not None and (self._current.session, self._current.nonce) == (entry.session, entry.nonce):
+            return  # the doorbell still stood as an earlier host had left it, and this HELLO was found by that
         self.reset()
         current = self._current = _Current(entry.session, entry.nonce, taken=1)
         self._tail = 1

@@ -59,10 +59,12 @@ class Rig:
     site: Site = field(default_factory=lambda: Site(clock=SteppingClock(), checker=HazardChecker()))
     options: dict[str, Any] = field(default_factory=lambda: {"deadline_ms": 50})
     opened: list[PnmDevice] = field(default_factory=list)
+    tries: int = 0
+    """Every try to open has a session number of its own, as it has by chance elsewhere."""
 
     def open(self, **options: Any) -> PnmDevice:
         """Begin a session on the card."""
-        number = len(self.opened) + 1
+        number = self.tries = self.tries + 1
         device = open_pnm(
             f"pnm{number}", self.site, {**self.options, **options}, window=self.card.bus(), identity=(number, 77)
         )

@@ -26,6 +26,7 @@ from tests.pnm_rig import card_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
 from tierloop.devices.drivers import guard
+from tierloop.devices.drivers.gpu import open_gpu
 from tierloop.devices.drivers.nvme import open_nvme
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import ConfigurationError, MediaError, Misaligned, OutOfMemory
@@ -34,6 +35,7 @@ from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
+from tierloop.emulators.host_accelerator import HostAccelerator
 
 Bytes = NDArray[np.uint8]
 
@@ -258,8 +260,9 @@ def test_other_devices_that_copy_lost_bytes_by_themselves_see_it_too(rig: Rig, t
     options = {"path": str(tmp_path / "drive"), "capacity": MIB, "create": True, "reaches": ["cpu0", "cxl0"]}
     drive = open_nvme("nvme0", rig.site, options)
     pnm = open_pnm("pnm0", rig.site, {"reaches": ["cpu0", "cxl0"]}, window=card_of(capacity=MIB).bus())
+    gpu = open_gpu("gpu0", rig.site, {"capacity": MIB, "reaches": ["cpu0", "cxl0"]}, accelerator=HostAccelerator())
     rig.lose(0)
-    for device in (drive, pnm):
+    for device in (drive, pnm, gpu):
         queue = next(executor.queues[0] for executor in device.info.executors if "copy" in executor.verbs)
         with pytest.raises(MediaError, match=f"{device.info.name}: copy: .* is lost"):
             wait(rig.site.clock, device.submit(Copy(gone.all(), host.all()), queue))

@@ -46,6 +46,14 @@ def test_selection_with_the_whole_budget_has_the_same_bits(on_the_host: Decoded)
     assert np.array_equal(decoded.outputs.view(np.uint32), on_the_host.outputs.view(np.uint32))
 
 
+def test_a_gpu_that_sums_in_another_order_stays_within_its_bound(on_the_host: Decoded) -> None:
+    decoded = decode(MODEL, PROMPTS, "split-all", platform=platform_of(*sorted(KINDS)))
+    assert decoded.tokens == on_the_host.tokens
+    assert decoded.verdict.worst_ratio <= 1
+    assert all(decoded.placement[f"{kind}0"] > 0 for kind in KINDS)
+    assert decoded.devices["gpu0"].bytes_read > 0
+
+
 def test_rows_are_streamed_from_them_too(on_the_host: Decoded) -> None:
     decoded = decode(MODEL, PROMPTS[:1], "stream-offload", platform=platform_of(*BIT_EQUAL))
     assert decoded.tokens == on_the_host.tokens[:1]

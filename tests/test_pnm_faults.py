@@ -18,7 +18,7 @@ from tests.pnm_rig import LAUNCHES, TRANSFERS, Rig, card_of
 from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.pnm import open_pnm
-from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, Answer, Opcode, WireError, checksum, slot_of
+from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, HELLO_BELL, Answer, Opcode, WireError, checksum, slot_of
 from tierloop.devices.errors import Cancelled, DeviceError, Gone, ProtocolError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
@@ -153,6 +153,16 @@ def test_a_device_that_does_not_answer_a_hello_is_not_opened() -> None:
     with pytest.raises(ProtocolError):
         rig.open()
     rig.open()
+    rig.close()
+
+
+def test_a_hello_that_is_found_by_an_old_doorbell_begins_one_session() -> None:
+    rig = Rig()
+    device = rig.open()
+    region = rig.region(DATA)
+    rig.card.processor.ring(HELLO_BELL | 1)  # firmware that starts beside a doorbell reads slot 0 twice
+    assert rig.read(region).tolist() == list(DATA)
+    assert device.info
     rig.close()
 
 

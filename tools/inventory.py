@@ -18,7 +18,7 @@ from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
 from tierloop.emulators.profile import FOLDER, profile_names, read_profile
 from tierloop.tools.found import Found
-from tierloop.tools.inventory_hardware import cpus_on_nodes, cxl_parts, drives
+from tierloop.tools.inventory_hardware import cpus_on_nodes, cxl_parts, drives, gpus_seen
 
 PROBE_NBYTES = 1 << 20
 
@@ -56,6 +56,8 @@ def inventory(paths: Iterable[Path] = (), system: System = HOST) -> list[Found]:
             found += _drives(list(paths), system)
         elif driver.name == "cxl":
             found += cxl_parts(system)
+        elif driver.name == "gpu":
+            found += gpus_seen()
         elif driver.name == "emulated":
             found += [
                 Found(f"emu:{p.name}", p.kind, "emulated", not p.reasons, p.reasons, "emulated", p.guesses)

@@ -1,4 +1,4 @@
-"""The hardware half of `doctor`'s inventory: drives, CXL memory and nodes of this machine, each with its state.
+"""The hardware half of `doctor`'s inventory: drives, CXL memory, GPUs and nodes of this machine, each with its state.
 
 Everything is read below /sys; nothing is opened but nodes of memory, and nothing is written.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import cxl_topology
+from tierloop.devices.drivers.gpu_probe import gpus
 from tierloop.devices.drivers.numa_tiering import tiering
 from tierloop.devices.drivers.numa_topology import NumaTopology, numa_topology, shown
 from tierloop.devices.drivers.nvme_drives import nvme_drives, state_advice
@@ -93,6 +94,21 @@ def cxl_parts(system: System) -> list[Found]:
     if topology.complaints:
         found.append(Found("/sys/bus/cxl", "cxl", "real", False, topology.complaints, "cxl"))
     return found or [Found("cxl", "cxl", "real", False, ("there is no CXL memory here",), "cxl")]
+
+
+def gpus_seen() -> list[Found]:
+    """Every GPU that torch sees, or one line that says why it sees none; nothing is opened."""
+    try:
+        seen = gpus()
+    except ImportError as error:
+        return [Found("gpu", "gpu", "real", False, (str(error),), "gpu")]
+    on = ", ".join(part for part in (seen.runtime, seen.driver) if part)
+    found = []
+    for gpu in seen.found:
+        where = f"PCI {gpu.slot.bus_address or 'unknown'}, NUMA node {gpu.slot.numa_node}"
+        what = f"{gpu.name}, {amount(gpu.total_nbytes)}, compute capability {gpu.compute_capability}, {where}; {on}"
+        found.append(Found(gpu.device, "gpu", "real", True, (what, *seen.reasons), "gpu"))
+    return found or [Found("gpu", "gpu", "real", False, seen.reasons, "gpu")]
 
 
 def _told(reason: str, command: str) -> str:

@@ -36,7 +36,8 @@ its range is infinite before it is scaled. Quantities that are selected by (`sco
 `score` must be finite, scales of codes finite and above 0; what others give has no meaning.
 
 Devices with the same `Arithmetic.microkernel` give the same bits for the same rows, however those are divided into
-runs, segments, launches or threads, as long as the cuts are at split borders.
+runs, segments, launches or threads, as long as the cuts are at split borders. One whose arithmetic is not
+`cut_invariant` keeps the bound only.
 """
 
 from __future__ import annotations

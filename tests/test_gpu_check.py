@@ -1,0 +1,66 @@
+"""What is to be run on a machine with a GPU: on a stand-in here, and for real where there is one."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tierloop.devices.conformance import run
+from tierloop.devices.drivers.gpu import open_gpu
+from tierloop.devices.drivers.gpu_probe import gpus
+from tierloop.devices.drivers.gpu_runtime import CudaAccelerator
+from tierloop.emulators.host_accelerator import HostAccelerator
+from tierloop.tools import gpu_check
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def a_gpu() -> str:
+    """The first GPU of this machine; skips where there is none, with the reason."""
+    seen = gpus()
+    if not seen.found:
+        pytest.skip("; ".join(seen.reasons))
+    return seen.found[0].device
+
+
+def test_every_part_runs_on_a_stand_in_and_its_numbers_are_not_called_measured() -> None:
+    found = gpu_check.check(partial(HostAccelerator, capacity=80 * MIB, eager=True), ("identity",), MIB)
+    assert found["failed"] == {}
+    assert found["provenance"].startswith("a model: ")
+    assert found["conformance"]["failed"] == 0
+    for part, numbers in (("transfers", 4), ("registered", 2), ("attention", 3), ("launches", 3)):
+        assert sum(isinstance(value, int) and value > 0 for value in found[part].values()) == numbers, part
+    json.dumps(found)
+
+
+def test_what_fails_and_what_was_left_out_is_named() -> None:
+    found = gpu_check.check(partial(HostAccelerator, capacity=80 * MIB, eager=True), ("identity",), MIB, budget_s=0.0)
+    assert found["failed"].keys() == gpu_check.PARTS.keys()
+    assert "left out" in found["failed"]["attention"]
+
+
+def test_without_a_gpu_it_says_why_and_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "check.json"
+    assert gpu_check.main(["--device", "cuda:99", "--out", str(out)]) == 2
+    written = json.loads(out.read_text())
+    assert "cuda:99 is not there" in written["failed"]["open"]
+    assert "FAILED open" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["identity", "memory", "ordering", "errors", "compute", "stateful"])
+def test_a_real_gpu_conforms(a_gpu: str, level: str) -> None:
+    report = run(lambda site: open_gpu("gpu", site, {"device": a_gpu, "capacity": 64 * MIB}), [level], examples=12)
+    assert not report.failed, str(report)
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_checked_and_measured(a_gpu: str) -> None:
+    found = gpu_check.check(lambda: CudaAccelerator(a_gpu), ("identity",))
+    assert found["failed"] == {}
+    assert found["provenance"] == "measured"
+    assert found["seconds"] < 180

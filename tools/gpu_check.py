@@ -1,0 +1,240 @@
+"""Everything that has to be seen on a real GPU, in less than three minutes, as one JSON file.
+
+    python -m tierloop.tools.gpu_check --device cuda:0 --out gpu_check.json
+
+It runs the conformance suite on the gpu driver and then measures: transfers against a plain page-locked copy of torch,
+copies of registered host memory, attention against what the memory gives a copy, what a launch costs by itself and in
+a chain, and what a command costs the host. A part that fails, or for which no time was left, is named, on the terminal
+and in the file, and the exit code is 1; without a GPU it is 2, with the reasons. Numbers of a stand-in are not called
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierloop.devices.clocks import WallClock
+from tierloop.devices.commands import Command, Copy, Launch, Read, Write
+from tierloop.devices.completion import Completion
+from tierloop.devices.conformance import run
+from tierloop.devices.drivers.cpu import open_cpu
+from tierloop.devices.drivers.gpu import GpuDevice, open_gpu
+from tierloop.devices.drivers.gpu_probe import gpus
+from tierloop.devices.drivers.gpu_runtime import Accelerator, CudaAccelerator
+from tierloop.devices.errors import DeviceError
+from tierloop.devices.kernels.contract import Attend, Gather
+from tierloop.devices.regions import Region
+from tierloop.devices.site import Site
+from tierloop.devices.waiting import wait
+
+BUDGET_S = 170.0
+LEVELS = ("identity", "memory", "ordering", "errors", "compute", "stateful")
+MIB = 1 << 20
+Numbers = dict[str, Any]
+
+
+class Desk:
+    """A GPU and the host's memory, opened for measuring; `nbytes` is what transfers move."""
+
+    def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
+        self.site = Site(clock=WallClock())
+        self.nbytes = nbytes
+        self.accelerator = accelerator
+        self.cpu = open_cpu("dram", self.site, {"capacity": 4 * nbytes + MIB, "queues": 1, "threads": 1})
+        options = {"capacity": 6 * nbytes, "reaches": ["dram"], "staging_buffers": 8}
+        self.gpu: GpuDevice = open_gpu("gpu", self.site, options, accelerator=accelerator)
+        self.to, self.back = (self.gpu.info.executors[i].queues[0] for i in (1, 2))
+
+    def close(self) -> None:
+        self.gpu.close()
+        self.cpu.close()
+
+    def wait(self, *completions: Completion) -> None:
+        """For at most a minute."""
+        wait(self.site.clock, completions, self.site.clock.now() + 60 * 10**9)
+
+    def best_ns(self, command: Command, queue: int, times: int = 5) -> int:
+        """The shortest time, by the host's clock, of some runs after a first one."""
+        took = []
+        for _ in range(times + 1):
+            before = time.perf_counter_ns()
+            self.wait(self.gpu.submit(command, queue))
+            took.append(time.perf_counter_ns() - before)
+        return min(took[1:])
+
+    def raw_ns(self, work: Callable[[], None], times: int = 5) -> int:
+        """The same for work that is enqueued without the driver."""
+        stream, took = self.accelerator.stream(), []
+        for _ in range(times + 1):
+            before = time.perf_counter_ns()
+            self.accelerator.enqueue(stream, work)
+            event = self.accelerator.record(stream)
+            while not self.accelerator.done(event):
+                pass
+            took.append(time.perf_counter_ns() - before)
+        return min(took[1:])
+
+
+def transfers(desk: Desk) -> Numbers:
+    """Bytes/s of Write and Read from pageable memory, and of one page-locked copy of as many bytes."""
+    region, buffer = desk.gpu.alloc(desk.nbytes), np.ones(desk.nbytes, dtype=np.uint8)
+    pinned, here = desk.accelerator.pinned(desk.nbytes), desk.accelerator.slab(desk.nbytes)
+    found = {
+        "write_bytes_per_s": _rate(desk.nbytes, desk.best_ns(Write(region.all(), buffer), desk.to)),
+        "read_bytes_per_s": _rate(desk.nbytes, desk.best_ns(Read(region.all(), buffer), desk.back)),
+        "pinned_h2d_bytes_per_s": _rate(desk.nbytes, desk.raw_ns(lambda: _copy(here, pinned))),
+        "pinned_d2h_bytes_per_s": _rate(desk.nbytes, desk.raw_ns(lambda: _copy(pinned, here))),
+    }
+    desk.gpu.free(region)
+    return found
+
+
+def registered(desk: Desk) -> Numbers:
+    """Bytes/s of copies from and to host memory where it lies."""
+    region, host = desk.gpu.alloc(desk.nbytes), desk.cpu.alloc(desk.nbytes)
+    found: Numbers = {
+        "copy_in_bytes_per_s": _rate(desk.nbytes, desk.best_ns(Copy(host.all(), region.all()), desk.to)),
+        "copy_out_bytes_per_s": _rate(desk.nbytes, desk.best_ns(Copy(region.all(), host.all()), desk.back)),
+        "refused": desk.gpu.why_not_registered,
+    }
+    desk.gpu.free(region)
+    desk.cpu.free(host)
+    return found
+
+
+def attention(desk: Desk) -> Numbers:
+    """Bytes of keys and values per second in one step of decoding, against those of a copy in the memory."""
+    dim, heads, group = 128, 8, 4
+    tokens = desk.nbytes // (heads * dim * 2) // 64 * 64
+    keys, values = desk.gpu.alloc(desk.nbytes), desk.gpu.alloc(desk.nbytes)
+    queries, states = desk.gpu.alloc(heads * group * dim * 4), desk.gpu.alloc(heads * group * (dim + 2) * 4)
+    level = max(tokens // 64 - 1, 0).bit_length()
+    args = Attend(
+        "float16", 1, heads, group, 1, dim, dim, dim**-0.5, 64,
+        np.array([(0, head, 0) for head in range(heads)], dtype=np.int64),
+        np.array([[tokens]], dtype=np.int64),
+        np.array([(0, head, level, 0) for head in range(heads)], dtype=np.int64),
+    )  # fmt: skip
+    per_head = tokens * dim * 2
+    rows = [tuple(r.at(head * per_head, per_head) for head in range(heads)) for r in (keys, values)]
+    launch = Launch(args, ((queries.all(),), *rows), ((states.all(),),))
+    copy_ns = desk.best_ns(Copy(keys.all(), values.all()), 0)
+    attend_ns = desk.best_ns(launch, 0)
+    for region in (keys, values, queries, states):
+        desk.gpu.free(region)
+    return {
+        "kv_nbytes": 2 * heads * per_head,
+        "attend_bytes_per_s": _rate(2 * heads * per_head, attend_ns),
+        "memory_bytes_per_s": _rate(2 * desk.nbytes, copy_ns),
+    }
+
+
+def launches(desk: Desk) -> Numbers:
+    """ns of a small kernel alone, of one in a chain of a hundred, and of the host's share of submitting it."""
+    a, b = desk.gpu.alloc(4096), desk.gpu.alloc(4096)
+    there, back = _gather(a, b), _gather(b, a)
+    alone = desk.best_ns(there, 0, 50)
+    before = time.perf_counter_ns()
+    chain = [desk.gpu.submit(back if i % 2 else there, 0) for i in range(100)]
+    submitted = time.perf_counter_ns() - before
+    desk.wait(*chain)
+    through = time.perf_counter_ns() - before
+    desk.gpu.free(a)
+    desk.gpu.free(b)
+    return {"alone_ns": alone, "in_a_chain_ns": through // 100, "submit_ns": submitted // 100}
+
+
+PARTS: dict[str, Callable[[Desk], Numbers]] = {
+    "transfers": transfers,
+    "registered": registered,
+    "attention": attention,
+    "launches": launches,
+}
+
+
+def check(
+    make: Callable[[], Accelerator],
+    levels: tuple[str, ...] = LEVELS,
+    nbytes: int = 256 * MIB,
+    budget_s: float = BUDGET_S,
+) -> Numbers:
+    """Everything, on the accelerators that `make` opens; what fails is under `failed`, by the name of the part."""
+    start = time.perf_counter()
+    report = run(
+        lambda site: open_gpu("gpu", site, {"capacity": 64 * MIB, "reserve": 0}, accelerator=make()),
+        levels,
+        examples=20,
+    )
+    failed = {f"conformance {result.check}": result.reason for result in report.failed}
+    desk = Desk(make(), nbytes)
+    try:
+        model = desk.gpu.info.model
+        found: Numbers = {
+            "provenance": f"a model: {model}" if model else "measured",
+            "notes": dict(desk.gpu.info.notes),
+            "conformance": {
+                outcome: sum(result.outcome == outcome for result in report.results)
+                for outcome in ("passed", "failed", "skipped")
+            },
+        }
+        for name, part in PARTS.items():
+            if time.perf_counter() - start > budget_s:
+                failed[name] = f"left out: {budget_s:g} s were over"
+                continue
+            try:
+                found[name] = part(desk)
+            except (DeviceError, RuntimeError) as error:
+                failed[name] = f"{type(error).__name__}: {error}"
+    finally:
+        desk.close()
+    return {**found, "failed": failed, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tierloop.tools.gpu_check", description="Check and measure a GPU.")
+    parser.add_argument("--device", default="cuda:0", help="which GPU, as torch calls it")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file to write")
+    given = parser.parse_args(arguments)
+    seen = gpus()
+    found: Numbers = {
+        "gpus": [gpu.to_json() for gpu in seen.found],
+        "runtime": seen.runtime,
+        "driver": seen.driver,
+        "reasons": list(seen.reasons),
+    }
+    code = 2
+    if given.device in [gpu.device for gpu in seen.found]:
+        found |= check(lambda: CudaAccelerator(given.device))
+        code = 1 if found["failed"] else 0
+    else:
+        found["failed"] = {"open": f"{given.device} is not there: {'; '.join(seen.reasons) or 'no reason is known'}"}
+    given.out.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    for name, why in found["failed"].items():
+        print(f"FAILED {name}: {why}", file=sys.stderr)
+    print(f"{given.out}: {'good' if code == 0 else 'not good'}")
+    return code
+
+
+def _gather(source: Region, target: Region) -> Launch:
+    return Launch(Gather(), ((source.all(),),), ((target.all(),),))
+
+
+def _copy(target: Any, source: Any) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _rate(nbytes: int, ns: int) -> int:
+    return nbytes * 1_000_000_000 // max(ns, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

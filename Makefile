@@ -43,6 +43,14 @@ demo: venv ## decode a long prompt under every policy; leaves $(OUT)/report.html
 test: lint ## formatting, lint, types and all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
+.PHONY: guest-setup
+guest-setup: venv ## fetch and unpack what guests are made of (Debian packages, 150 MB; nothing is installed)
+	$(BIN)/tierloop guest setup
+
+.PHONY: guest-test
+guest-test: guest-setup ## the real drivers on a real kernel, in a QEMU guest
+	$(BIN)/tierloop guest test
+
 .PHONY: lint
 lint: venv ## formatting, lint and types only
 	$(BIN)/ruff format --check .

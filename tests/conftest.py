@@ -17,6 +17,9 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / ".cache" / "numba"))
 # Every worker has a core: more threads would spin at their barriers while others hold the cores that they wait for.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+collect_ignore = [] if "TIERLOOP_GUEST_MACHINE" in os.environ else ["guest"]
+"""Tests of tests/guest run in a guest of tools/guest, where the real hardware is emulated."""
+
 settings.register_profile("dev", max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
     "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

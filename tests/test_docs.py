@@ -183,6 +183,13 @@ def test_every_command_and_option_is_documented() -> None:
         "reproduce",
         "tune",
         "serve-bench",
+        "guest",
+        "guest setup",
+        "guest run",
+        "guest shell",
+        "guest test",
+        "guest capture",
+        "guest clean",
     }
     for command, options in commands.items():
         assert f"`tierloop {command}`" in overview

@@ -48,6 +48,7 @@ from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
 from tierloop.tools.doctor import doctor
+from tierloop.tools.guest.cli import guest
 from tierloop.tools.k_min import k_min
 from tierloop.tools.listing import listing
 from tierloop.tools.output import OutputError
@@ -96,6 +97,7 @@ benches.command("attention")(attention)
 benches.command("emulation")(emulation)
 benches.command("devices")(devices)
 app.add_typer(benches, name="bench")
+app.add_typer(guest, name="guest")
 
 
 def _print_version(wanted: bool) -> None:

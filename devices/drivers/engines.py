@@ -180,7 +180,12 @@ def lost(target: Target, op: str, number: int, offset: int, nbytes: int) -> Devi
 
 
 def ran_dry(target: Target, op: str, offset: int, left: int) -> DeviceError:
-    """The error for a transfer that stopped short and moved nothing when continued."""
+    """The error for a transfer that stopped short and moved nothing when continued.
+
+    Linux makes the disk of a drive that was pulled out end before its first byte: reads then move nothing.
+    """
+    if why := departed(target):
+        return Gone(target.device, op, f"{left} bytes at offset {offset} of the medium: {why}")
     if op == "read":
         return lost(target, op, errno.ENODATA, offset, left)
     return ProtocolError(target.device, op, f"{left} bytes at offset {offset} were not taken, without an error")

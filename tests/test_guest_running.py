@@ -1,0 +1,383 @@
+"""A guest's end: exit statuses and reasons, what is left behind, and what JUnit and QMP say. QEMU is a shell script."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierloop.devices.errors import ConfigurationError, NotPresent, ProtocolError, Timeout
+from tierloop.devices.regions import Region
+from tierloop.tools.guest import running, testing
+from tierloop.tools.guest.arguments import Choices
+from tierloop.tools.guest.console import Tail, last_lines, panic
+from tierloop.tools.guest.hardware import DriveDoor, Hardware
+from tierloop.tools.guest.machine import DEFAULT, load, parse
+from tierloop.tools.guest.places import FORMAT, Layers, Places, write_note
+from tierloop.tools.guest.qmp import Qmp, QmpError
+from tierloop.tools.guest.relay import main as relay
+
+SMALL = parse("[[node]]\nid = 0\nmib = 64\ncpus = 1\n", "small")
+RUN_FOLDER = 'for word; do case "$word" in *path=*/console) run=${word#*path=}; run=${run%/console};; esac; done\n'
+Boot = Callable[..., running.Outcome]
+
+
+@pytest.fixture
+def boot(tmp_path: Path) -> Boot:
+    """Run a command in a guest whose QEMU is a script; $run is the folder of the run."""
+    places = Places(tmp_path / "rig")
+    places.layers.mkdir(parents=True)
+    write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+    script = tmp_path / "qemu"
+
+    def run(text: str, limit_s: float = 60, **more: Any) -> running.Outcome:
+        script.write_text(f"#!/bin/bash\n{RUN_FOLDER}{text}\n")
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        choices = Choices(qemu=str(script))
+        try:
+            return running.run(
+                places, SMALL, ["true"], limit_s=limit_s, choices=choices, folder=tmp_path, silent=True, **more
+            )
+        finally:
+            assert list(places.runs.iterdir()) == []
+
+    return run
+
+
+@pytest.mark.parametrize("status", [0, 1, 7, 255])
+def test_the_commands_exit_status_passes_through(boot: Boot, status: int) -> None:
+    outcome = boot(f"touch $run/ready; echo {status} > $run/status")
+    assert (outcome.status, outcome.exit_code, outcome.reason) == (status, status, "")
+    assert outcome.boot_s is not None
+
+
+def test_a_panic_is_named_and_has_the_consoles_last_lines(boot: Boot) -> None:
+    lines = "\\n".join(f"line {at}" for at in range(99))
+    outcome = boot(f"printf '{lines}\\n[ 1.2] Kernel panic - not syncing: Attempted to kill init!\\n' > $run/console")
+    assert (outcome.status, outcome.exit_code) == (None, running.NO_STATUS)
+    assert outcome.reason == "kernel panic: Attempted to kill init!"
+    assert outcome.last_lines[-1].endswith("Attempted to kill init!")
+    assert "line 98" in outcome.last_lines
+
+
+def test_what_qemu_complains_of_is_passed_on(boot: Boot) -> None:
+    outcome = boot("echo 'qemu: no such device model' >&2; exit 1")
+    assert outcome.reason == "QEMU ended with 1: qemu: no such device model"
+
+
+def test_a_guest_that_is_switched_off_has_no_status(boot: Boot) -> None:
+    assert "switched off before the command ended" in boot("exit 0").reason
+
+
+def test_a_command_that_never_ends_is_ended(boot: Boot) -> None:
+    outcome = boot("echo $$ > $run/../../pid; touch $run/ready; exec sleep 1000", limit_s=0.5)
+    assert outcome.reason == "still running after 0.5 s"
+    assert outcome.status is None
+
+
+def test_a_guest_that_does_not_get_ready_hangs(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_BOOT_S", 0.3)
+    assert boot("exec sleep 1000").reason == "hangs: it did not get ready within 0.3 s"
+
+
+def test_no_qemu_outlives_an_interruption(boot: Boot, tmp_path: Path) -> None:
+    def interrupt(guest: running.Guest) -> None:
+        (tmp_path / "pid").write_text(str(guest.process.pid))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        boot("touch $run/ready; exec sleep 1000", while_running=interrupt)
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+def test_no_qemu_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
+    """As far as the host has setpriv: the kernel then does it."""
+    code = (
+        "import sys; from pathlib import Path; from tierloop.tools.guest import running as r\n"
+        "from tierloop.tools.guest.arguments import Choices, Files\n"
+        "p = Path(sys.argv[1]); made = r._start(['sleep', '1000'], Files(p, p, p), Choices())\n"
+        "while Path('/proc', str(made.pid), 'comm').read_text() != 'sleep\\n': pass\n"
+        "print(made.pid, flush=True); input()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as caller:
+        assert caller.stdout is not None
+        pid = int(caller.stdout.readline())
+        child = os.pidfd_open(pid)
+        caller.kill()
+    assert poll_until_gone(child)
+    os.close(child)
+
+
+def poll_until_gone(pidfd: int, wait_s: float = 10) -> bool:
+    import select
+
+    return bool(select.select([pidfd], [], [], wait_s)[0])
+
+
+def test_what_is_left_of_a_killed_run_goes_with_the_next_one(boot: Boot, tmp_path: Path) -> None:
+    left = tmp_path / "rig/runs/run-dead"
+    left.mkdir(parents=True)
+    (left / "owner").touch()
+    os.utime(left, (0, 0))
+    boot("echo 0 > $run/status")
+    assert not left.exists()
+
+
+def test_a_machine_that_is_too_large_for_this_host_is_refused(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_memory_mib", lambda: 100)
+    with pytest.raises(ConfigurationError, match="takes up to 576 MiB of memory, 100 MiB are free"):
+        running.check(SMALL, Choices())
+
+
+def test_without_layers_it_is_said_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="tierloop guest setup"):
+        running.run(Places(tmp_path), SMALL, ["true"], limit_s=1, choices=Choices(), folder=tmp_path)
+
+
+def test_kvm_that_cannot_run_a_kernel_is_refused_with_the_reason(tmp_path: Path) -> None:
+    cpuinfo, device = tmp_path / "cpuinfo", tmp_path / "kvm"
+    assert "there is no" in running.kvm_refused(str(device))
+    device.touch()
+    cpuinfo.write_text("flags\t\t: fpu sse2\n")
+    assert "neither vmx nor svm" in running.kvm_refused(str(device), str(cpuinfo))
+    cpuinfo.write_text("flags\t\t: fpu vmx sse2\n")
+    assert running.kvm_refused(str(device), str(cpuinfo)) == ""
+
+
+def test_an_unknown_accelerator_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="allowed: tcg, kvm"):
+        running.check(SMALL, Choices(accelerator="hvf"))
+
+
+def test_what_grows_is_copied_once(tmp_path: Path) -> None:
+    to, path = io.BytesIO(), tmp_path / "stdout"
+    tail = Tail(path, to)
+    assert tail.copy() == 0
+    path.write_bytes(b"one")
+    assert tail.copy() == 3
+    path.write_bytes(b"one\xfftwo")
+    assert (tail.copy(), tail.copy()) == (4, 0)
+    assert to.getvalue() == b"one\xfftwo"
+
+
+def test_last_lines_are_free_of_what_moves_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "console").write_bytes(b"\x1bc\x1b[?7l\x1b[2JSeaBIOS\r\n\r\nready\xff\r\n")
+    assert last_lines(tmp_path / "console") == ["SeaBIOS", "ready\ufffd"]
+    assert last_lines(tmp_path / "nothing") == []
+    assert panic(["fine"]) is None
+
+
+JUNIT = """<?xml version="1.0"?><testsuites><testsuite tests="4">
+<testcase classname="a" name="one"/>
+<testcase classname="a" name="two"><failure message="assert 1 == 2">long</failure></testcase>
+<testcase classname="a" name="three"><skipped message="no such device"/></testcase>
+<testcase classname="a" name="four"><error message="fixture"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_junit_is_read(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    found = testing.read_junit(tmp_path / "junit.xml")
+    failed = (("a.two", "assert 1 == 2"), ("a.four", "fixture"))
+    assert found == testing.Found(1, failed, (("a.three", "no such device"),))
+
+
+@pytest.mark.parametrize("text", ["", "<testsuites>", JUNIT[:200]])
+def test_half_a_junit_file_is_no_result(tmp_path: Path, text: str) -> None:
+    (tmp_path / "junit.xml").write_text(text)
+    assert testing.read_junit(tmp_path / "junit.xml") is None
+
+
+OUTCOME = running.Outcome(0, "", (), 7.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "good"),
+    [
+        (0, testing.Found(3, (), ()), True),
+        (0, testing.Found(0, (), ()), False),
+        (0, None, False),
+        (None, testing.Found(3, (), ()), False),
+        (1, testing.Found(3, (("a", "b"),), ()), False),
+    ],
+)
+def test_only_tests_that_ran_and_passed_are_good(status: int | None, found: testing.Found | None, good: bool) -> None:
+    assert testing.Verdict(running.Outcome(status, "", (), 7.0, 60.0), found).good is good
+
+
+def test_the_verdict_as_json_has_what_was_promised() -> None:
+    verdict = testing.Verdict(OUTCOME, testing.Found(3, (), (("a.b", "why"),)))
+    told = testing.as_json(verdict, load(DEFAULT), "6.12", "10.0", 16.0)
+    assert {key: told[key] for key in ("kernel", "qemu", "setup_s", "boot_s", "passed", "failed", "skipped")} == {
+        "kernel": "6.12",
+        "qemu": "10.0",
+        "setup_s": 16.0,
+        "boot_s": 7.0,
+        "passed": 3,
+        "failed": 0,
+        "skipped": [{"test": "a.b", "reason": "why"}],
+    }
+    assert {one["kind"] for one in told["devices"]} == {"node", "nvme", "cxl", "rdma"}
+    json.dumps(told, allow_nan=False)
+
+
+GREETING = {"QMP": {"version": {"qemu": {"major": 10, "minor": 0, "micro": 2}}}}
+
+
+class FakeQemu:
+    """Answers QMP on a unix socket, as told, and keeps what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "qmp"
+        self.asked: list[dict[str, Any]] = []
+        self.answers: dict[str, list[dict[str, Any] | bytes]] = {}
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(1)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        client, _ = self._listener.accept()
+        with client, client.makefile("rwb") as stream:
+            stream.write(json.dumps(GREETING).encode() + b"\n")
+            stream.flush()
+            for line in stream:
+                told = json.loads(line)
+                self.asked.append(told)
+                for answer in self.answers.get(told["execute"], [{"return": {}}]):
+                    stream.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode() + b"\n")
+                stream.flush()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._thread.join(10)
+
+    @property
+    def last(self) -> tuple[str, dict[str, Any]]:
+        return self.asked[-1]["execute"], self.asked[-1].get("arguments", {})
+
+
+@pytest.fixture
+def qemu(tmp_path: Path) -> Iterator[FakeQemu]:
+    made = FakeQemu(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def qmp(qemu: FakeQemu) -> Iterator[Qmp]:
+    with Qmp(qemu.path, limit_s=5) as made:
+        yield made
+
+
+def test_an_answer_is_told_from_events(qemu: FakeQemu, qmp: Qmp) -> None:
+    assert qmp.version == "10.0.2"
+    qemu.answers["query-status"] = [{"event": "RESUME"}, {"return": {"running": True}}]
+    assert qmp.ask("query-status") == {"running": True}
+    assert [event["event"] for event in qmp.events] == ["RESUME"]
+
+
+def test_a_refusal_has_qemus_words(qemu: FakeQemu, qmp: Qmp) -> None:
+    qemu.answers["device_del"] = [{"error": {"class": "DeviceNotFound", "desc": "Device 'x' not found"}}]
+    with pytest.raises(QmpError, match="guest: device_del: DeviceNotFound: Device 'x' not found"):
+        qmp.ask("device_del", id="x")
+
+
+@pytest.mark.parametrize("answer", [b"nonsense\n", b"[]\n", b"{}\n", b"7\n"])
+def test_nonsense_is_a_protocol_error(qemu: FakeQemu, qmp: Qmp, answer: bytes) -> None:
+    qemu.answers["stop"] = [answer]
+    with pytest.raises(ProtocolError):
+        qmp.ask("stop")
+
+
+def test_a_qemu_that_says_nothing_is_a_timeout(qemu: FakeQemu) -> None:
+    qemu.answers["stop"] = []
+    with Qmp(qemu.path, limit_s=0.2) as silent, pytest.raises(Timeout, match=r"within 0\.2 s"):
+        silent.ask("stop")
+
+
+def test_outside_of_a_guest_there_is_no_qmp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TIERLOOP_GUEST_QMP", raising=False)
+    with pytest.raises(NotPresent, match="runs in no guest"):
+        Qmp.from_inside()
+    with pytest.raises(NotPresent, match="does not answer"):
+        Qmp(tmp_path / "nothing")
+
+
+def test_lost_sectors_are_put_in_a_drives_way_and_taken_out(qemu: FakeQemu, qmp: Qmp) -> None:
+    hardware = Hardware(qmp, load(DEFAULT))
+    hardware.lose("TIER0001", [8, 9])
+    added = next(one["arguments"] for one in qemu.asked if one["execute"] == "blockdev-add")
+    assert [rule["sector"] for rule in added["inject-error"]] == [8, 9]
+    assert qemu.last == (
+        "blockdev-reopen",
+        {"options": [{"driver": "raw", "node-name": "top-TIER0001", "file": added["node-name"]}]},
+    )
+    hardware.lose("TIER0001", [])
+    assert qemu.last == ("blockdev-del", {"node-name": added["node-name"]})
+
+
+@pytest.mark.parametrize("sectors", [[-1], [1 << 40], list(range(5000))])
+def test_sectors_that_a_drive_does_not_have_are_refused(qemu: FakeQemu, qmp: Qmp, sectors: list[int]) -> None:
+    with pytest.raises(ConfigurationError, match="lost sectors of TIER0001"):
+        Hardware(qmp, load(DEFAULT)).lose("TIER0001", sectors)
+
+
+def test_the_back_door_loses_the_sectors_of_a_region(qemu: FakeQemu, qmp: Qmp) -> None:
+    door = DriveDoor(Hardware(qmp, load(DEFAULT)), "TIER0001", lambda _: 1 << 20)
+    assert door.abilities == {"unreadable", "hang"}
+    door.unreadable(Region("nvme0", "nvme0", 0, 65536), 4096, 600)
+    added = next(one["arguments"] for one in qemu.asked if one["execute"] == "blockdev-add")
+    assert [rule["sector"] for rule in added["inject-error"]] == [2048 + 8, 2048 + 9]
+
+
+def test_a_drive_without_a_slot_cannot_be_pulled_out(qemu: FakeQemu, qmp: Qmp) -> None:
+    with pytest.raises(ConfigurationError, match="hotplug = true"):
+        Hardware(qmp, load(DEFAULT)).unplug("TIER0001")
+
+
+def test_poison_is_whole_lines_of_a_memory(qemu: FakeQemu, qmp: Qmp) -> None:
+    hardware = Hardware(qmp, load(DEFAULT))
+    hardware.poison("volatile", 4096, 128)
+    assert qemu.last == (
+        "cxl-inject-poison",
+        {"path": "/machine/peripheral/cxl-volatile", "start": 4096, "length": 128},
+    )
+    for start, nbytes in ((1, 64), (0, 63), (512 << 20, 64), (0, 0)):
+        with pytest.raises(ConfigurationError, match="poison of volatile"):
+            hardware.poison("volatile", start, nbytes)
+    with pytest.raises(NotPresent, match="did you mean 'volatile'"):
+        hardware.poison("volatil", 0)
+
+
+def test_a_connection_out_of_the_guest_is_handed_on_until_one_side_leaves(tmp_path: Path) -> None:
+    words = [sys.executable, relay.__code__.co_filename, str(tmp_path / "far")]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(words[-1])
+        listener.listen(1)
+        listener.settimeout(10)
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            client, _ = listener.accept()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"ask\n")
+            process.stdin.flush()
+            assert client.recv(100) == b"ask\n"
+            client.sendall(b"answer\n")
+            assert process.stdout.readline() == b"answer\n"
+            client.close()
+            assert process.wait(10) == 0

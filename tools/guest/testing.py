@@ -1,0 +1,165 @@
+"""The tests of a real kernel: one pytest process in a guest, its outcome outside.
+
+One process, because starting Python with its libraries costs ten seconds on an emulated processor. pytest's own output
+comes through as it is printed, its JUnit file is read when the guest has ended, and what it says is returned as data.
+A guest that ends without a result is a failure with a reason, never a success.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET  # the name that its own documentation gives it
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierloop.tools.guest.arguments import Choices
+from tierloop.tools.guest.machine import Machine
+from tierloop.tools.guest.packages import RigError
+from tierloop.tools.guest.places import Places
+from tierloop.tools.guest.running import Outcome, run
+
+TOP = Path(__file__).resolve().parents[2]
+TESTS = ("tests/guest", "tests/test_numa_real.py")
+JUNIT = "junit.xml"
+PROCESSOR = "x86-64-v3"
+"""What the emulated processor can do, in LLVM's words: AVX2 and FMA, no AVX-512."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a JUnit file says: how many tests passed, and (test, reason) of the others."""
+
+    passed: int
+    failed: tuple[tuple[str, str], ...]
+    skipped: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a test run ended; `found` is None where there is no JUnit file."""
+
+    outcome: Outcome
+    found: Found | None
+
+    @property
+    def good(self) -> bool:
+        """At least one test passed, none failed, and pytest said so itself."""
+        found = self.found
+        return self.outcome.status == 0 and found is not None and found.passed > 0 and not found.failed
+
+
+def run_tests(
+    places: Places,
+    machine: Machine,
+    results: Path,
+    *,
+    limit_s: float,
+    choices: Choices,
+    arguments: Sequence[str] = (),
+    silent: bool = False,
+) -> Verdict:
+    """Run pytest in a guest; `arguments` go to it, and name the tests where they name any. Raises as `run` does."""
+    junit = results / JUNIT
+    junit.unlink(missing_ok=True)
+    compiled = compile_ahead(places)
+    tests = () if any(not word.startswith("-") for word in arguments) else TESTS
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", f"--junitxml={junit}", *arguments, *tests]
+    outcome = run(
+        places,
+        machine,
+        command,
+        limit_s=limit_s,
+        choices=choices,
+        folder=TOP,
+        results=results,
+        environment={"HYPOTHESIS_PROFILE": "dev", **compiled},
+        silent=silent,
+    )
+    return Verdict(outcome, read_junit(junit))
+
+
+def compile_ahead(places: Places) -> dict[str, str]:
+    """Compile all kernels on the host for the guest's processor; returns the environment that finds them there.
+
+    The guest would take a quarter of an hour. Processor and features are named, because what Numba would find out for
+    itself differs between the two, and it looks for kernels by them.
+    """
+    environment = {
+        "PYTHONPATH": str(TOP / "src"),
+        "NUMBA_CACHE_DIR": str(places.root / "kernels"),
+        "NUMBA_CPU_NAME": PROCESSOR,
+        "NUMBA_CPU_FEATURES": "",
+    }
+    sources = sorted((TOP / "devices").rglob("*.py"))
+    found = [path for path in sources if re.search(r"^ *@(kernel|entry)\(", path.read_text(), re.MULTILINE)]
+    names = [".".join(("tierloop", *path.relative_to(TOP).with_suffix("").parts)) for path in found]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(names)}"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RigError(f"the kernels do not compile for {PROCESSOR}: {done.stderr.strip()[-400:]}")
+    return environment
+
+
+def read_junit(path: Path) -> Found | None:
+    """What a JUnit file says; None where there is none, or half of one."""
+    try:
+        root = ET.parse(path).getroot()
+    except (OSError, ET.ParseError):
+        return None
+    passed, failed, skipped = 0, [], []
+    for case in root.iter("testcase"):
+        name = f"{case.get('classname', '')}.{case.get('name', '')}".lstrip(".")
+        wrong = [one for kind in ("failure", "error") for one in case.findall(kind)]
+        left = case.find("skipped")
+        if wrong:
+            failed.append((name, _reason(wrong[0])))
+        elif left is not None:
+            skipped.append((name, _reason(left)))
+        else:
+            passed += 1
+    return Found(passed, tuple(failed), tuple(skipped))
+
+
+def as_json(verdict: Verdict, machine: Machine, kernel: str, qemu: str, setup_s: float) -> dict[str, Any]:
+    """The verdict as programs read it."""
+    found = verdict.found or Found(0, (), ())
+    return {
+        "kernel": kernel,
+        "qemu": qemu,
+        "machine": machine.name,
+        "setup_s": setup_s,
+        "boot_s": verdict.outcome.boot_s,
+        "wall_s": verdict.outcome.wall_s,
+        "passed": found.passed,
+        "failed": len(found.failed),
+        "failures": [{"test": test, "reason": reason} for test, reason in found.failed],
+        "skipped": [{"test": test, "reason": reason} for test, reason in found.skipped],
+        "reason": verdict.outcome.reason,
+        "console": list(verdict.outcome.last_lines) if verdict.outcome.status is None else [],
+        "devices": described(machine),
+    }
+
+
+def described(machine: Machine) -> list[dict[str, Any]]:
+    """The devices of a machine."""
+    nodes = [{"kind": "node", "id": node.id, "mib": node.mib, "cpus": node.cpus} for node in machine.nodes]
+    drives = [{"kind": "nvme", "serial": drive.serial, "mib": drive.mib} for drive in machine.drives]
+    cxl = [
+        {"kind": "cxl", "name": one.name, "serial": hex(one.serial), "mib": one.mib, "persistent": one.persistent}
+        for one in machine.cxl
+    ]
+    return [*nodes, *drives, *cxl, *([{"kind": "rdma", "name": "rxe0"}] if machine.rdma else [])]
+
+
+def _reason(element: ET.Element) -> str:
+    return (element.get("message") or element.text or "").strip()[:500]

@@ -20,7 +20,7 @@ from tests.numa_rig import a_node_of_this_machine
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Flush, Read
 from tierloop.devices.device import Device
-from tierloop.devices.drivers import cxl_flush
+from tierloop.devices.drivers import cache_lines
 from tierloop.devices.drivers.cxl import open_cxl
 from tierloop.devices.drivers.cxl_cdat import Rates
 from tierloop.devices.drivers.numa import SYS_MOVE_PAGES
@@ -212,13 +212,13 @@ def test_a_flush_of_a_file_is_carried_out_by_the_cores(site: Site, tmp_path: Pat
     platform.close()
 
 
-@pytest.mark.parametrize("instruction", ["clflush", cxl_flush.instruction()])
+@pytest.mark.parametrize("instruction", ["clflush", cache_lines.instruction()])
 def test_lines_that_are_written_back_keep_their_bytes(instruction: str | None) -> None:
-    if instruction is None or cxl_flush.instruction() is None:
+    if instruction is None or cache_lines.instruction() is None:
         pytest.skip("no instruction that writes cache lines back is known on this processor")
     array = np.arange(1000, dtype=np.uint8)
     spans = np.array([[3, 0], [60, 900], [999, 1]], dtype=np.int64)
-    cxl_flush._loop(instruction)(array.ctypes.data, spans)
+    cache_lines.loop(instruction)(array.ctypes.data, spans)
     assert (array == np.arange(1000, dtype=np.uint8)).all()
 
 
@@ -259,7 +259,7 @@ def test_a_persistent_devdax_keeps_its_bytes_and_flushes_lines(site: Site) -> No
     kernel, _ = devdax("pmem", "dax1.0")
     platform = pair(site, {"path": "/dev/dax1.0"}, kernel)
     cpu, memory = both(platform)
-    if cxl_flush.instruction() is None:
+    if cache_lines.instruction() is None:
         assert not memory.info.memories[0].persistent
         assert "is not known on this processor" in memory.info.notes["why"]
         platform.close()

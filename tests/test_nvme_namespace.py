@@ -420,6 +420,18 @@ def test_a_drive_whose_controllers_have_vanished_is_gone_whatever_the_errno(io: 
     rig.close()
 
 
+@pytest.mark.parametrize("call", ["fallocate", "fdatasync"])
+def test_a_disk_whose_drive_has_vanished_is_gone_whatever_the_call(call: str) -> None:
+    rig = on_drive(io="posix")
+    rig.path = "/dev/nvme0n1"
+    region = rig.device.alloc(4096)
+    rig.machine.tree.remove("/sys/class/nvme/nvme0")
+    rig.machine.fail_next(call, errno.EIO)
+    with pytest.raises(Gone, match="nvme0 is not there any more"):
+        rig.device.alloc(4096) if call == "fallocate" else rig.flush(region)
+    rig.close()
+
+
 def test_a_ring_without_a_live_path_is_tried_again() -> None:
     rig = on_drive(io="ioctl")
     region = rig.device.alloc(4096)

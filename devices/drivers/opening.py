@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tierloop.devices.drivers.engines import Target, controller_state
+from tierloop.devices.drivers.engines import Target, controller_state, failed
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
@@ -233,7 +233,7 @@ def _readable(target: Target, buffer: mmap.mmap, skew: int, nbytes: int) -> bool
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
-        raise from_os(target.device, "probe", error, f"a direct read of the first {nbytes} bytes") from error
+        raise failed(target, "probe", error.errno or 0, f"a direct read of the first {nbytes} bytes") from error
     return moved == [nbytes]
 
 

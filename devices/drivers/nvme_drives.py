@@ -119,8 +119,13 @@ def text_in(system: System, path: str) -> str:
 
 def number_in(system: System, path: str) -> int | None:
     """A whole number that is not negative, from a file of sysfs."""
-    said = text_in(system, path)
-    return int(said) if said.isdecimal() else None
+    return whole(text_in(system, path))
+
+
+def whole(said: str) -> int | None:
+    """The number that a text says, None if it is none that 64 bits hold."""
+    number = int(said) if said.isdecimal() and len(said) <= 20 else -1
+    return number if 0 <= number < 1 << 64 else None
 
 
 def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, int | None]:

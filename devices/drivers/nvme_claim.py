@@ -132,7 +132,10 @@ def _refused(device: str, path: str, error: OSError) -> DeviceError:
 def _generic_name(status: FileStatus, system: System) -> str | None:
     """The node's name in the kernel (ngXnY), by its number: what it is called in /dev says nothing."""
     number = f"{os.major(status.device)}:{os.minor(status.device)}"
-    name = posixpath.basename(resolved(system, f"/sys/dev/char/{number}"))
+    try:
+        name = posixpath.basename(resolved(system, f"/sys/dev/char/{number}"))
+    except OSError:  # links that lead round in a circle
+        return None
     return name if block_name(name) else None
 
 

@@ -283,6 +283,8 @@ def _unopened(device: str, path: str, error: OSError) -> DeviceError:
     """The error for a path that cannot be opened: a node without a device behind it is not there."""
     if error.errno in (errno.ENXIO, errno.ENODEV):
         return NotPresent(device, "open", f"{path}: no device stands behind it", error.errno)
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return NotPresent(device, "open", f"{path[:200]}: {error.strerror}: nothing can stand there", error.errno)
     return from_os(device, "open", error, path)
 
 

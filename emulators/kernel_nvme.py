@@ -122,7 +122,8 @@ def nvme_machine(
     """A machine whose drive has `namespaces` of `capacity` bytes each.
 
     `media` makes the medium of a namespace from its capacity (a plain one of 3 GB/s if it is not given), and
-    `unit_nbytes` is the grid of it. `seed` is for the order in which completions come back through io_uring.
+    `unit_nbytes` is the grid of it, if it does not say that itself. `seed` is for the order in which completions come
+    back through io_uring.
     """
     figures = figures or NvmeFigures()
     if namespaces < 1:

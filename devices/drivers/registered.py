@@ -121,8 +121,9 @@ class Registrations:
         try:
             self._ring.register([(entry.address, entry.nbytes) for entry in table])
         except OSError as error:
+            entry = asked or (table or self._table)[0]
             self._table = []
-            self._refuse(error, asked or table[0])
+            self._refuse(error, entry)
             return False
         self._table = table
         self._used = {key: turn for key, turn in self._used.items() if any(_key(e.region) == key for e in table)}

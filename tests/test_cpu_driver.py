@@ -328,6 +328,8 @@ def test_an_error_that_nobody_looked_at_is_raised_at_close(site: Site) -> None:
         ({"threads": 1.5}, "dram: threads = 1.5"),
         ({"reach": []}, "dram: option 'reach' is unknown: did you mean 'reaches'"),
         ({"reaches": [3]}, "dram: reaches = "),
+        ({"reaches": 3}, "dram: reaches = 3; allowed: a list of names"),
+        ({"queues": 10**7}, "dram: queues = 10000000; allowed: an integer from 1 to 1024"),
     ],
 )
 def test_wrong_options_are_named(site: Site, options: dict[str, Any], message: str) -> None:

@@ -33,6 +33,8 @@ OPTIONS = [
     "weights",
     "huge_pages",
 ]
+MOST_QUEUES = 1024
+"""A thread serves each."""
 HUGE_PAGES = {"transparent": PAGE, "none": PAGE, "2MiB": 2 << 20, "1GiB": 1 << 30}
 """What `huge_pages` may say, and the size of the pages that memory is taken in then."""
 
@@ -73,7 +75,7 @@ def read_options(name: str, options: dict[str, Any], system: System) -> CpuOptio
     cores = _cores(name, options.get("cores"), topology, nodes)
     return CpuOptions(
         _capacity(name, options, system, topology, nodes, placement, HUGE_PAGES[huge_pages]),
-        integer(name, options, "queues", 4, 1),
+        integer(name, options, "queues", 4, 1, MOST_QUEUES),
         integer(name, options, "threads", len(cores), 1),
         names(name, options, "reaches"),
         cores,

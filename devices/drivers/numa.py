@@ -31,6 +31,7 @@ import cffi
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.devices.drivers.kernel_numbers import number_of
 from tierloop.devices.errors import ConfigurationError, Misaligned
 from tierloop.devices.system import System, from_os
 
@@ -146,9 +147,10 @@ def kernel_weights(system: System, nodes: Sequence[int]) -> tuple[int, ...]:
     Empty where the kernel has no such policy.
     """
     try:
-        return tuple(_reduced([int(system.read_text(f"{_WEIGHTS}/node{node}")) for node in nodes]))
-    except (OSError, ValueError):
+        weights = [number_of(system.read_text(f"{_WEIGHTS}/node{node}")) or 0 for node in nodes]
+    except (OSError, UnicodeDecodeError):
         return ()
+    return tuple(_reduced(weights)) if all(weights) else ()
 
 
 def nodes_of(system: System, address: int, nbytes: int) -> NDArray[np.int64]:

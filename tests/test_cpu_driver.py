@@ -21,6 +21,7 @@ from tierloop.devices.drivers.cpu import PAGE, Cpu, open_cpu
 from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.reference import open_reference
 from tierloop.devices.errors import (
+    Busy,
     Cancelled,
     ConfigurationError,
     Gone,
@@ -241,6 +242,19 @@ def test_memories_with_a_view_are_reached_when_named(site: Site, device: Cpu) ->
     assert read_bytes(site.clock, near, here.all()).tolist() == list(range(8))
     with pytest.raises(Unsupported, match="does not reach near"):
         device.submit(Copy(here.all(), there.all()))
+    near.close()
+
+
+def test_a_region_that_another_device_works_on_is_not_freed(site: Site, device: Cpu) -> None:
+    near = open_cpu("near", site, {"capacity": 1 << 20, "reaches": ["dram"]})
+    region, go_on = device.alloc(8), threading.Event()
+    held = near.submit(dense(lambda: go_on.wait(SOON_S)))
+    written = near.submit(Write(region.all(), numbers(8)))
+    with pytest.raises(Busy, match=r"dram: free: <region .*> is used by a command that has not ended"):
+        device.free(region)
+    go_on.set()
+    wait(site.clock, [held, written])
+    device.free(region)
     near.close()
 
 

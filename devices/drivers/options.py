@@ -21,7 +21,11 @@ def integer(name: str, options: dict[str, Any], key: str, default: int, least: i
 def names(name: str, options: dict[str, Any], key: str) -> tuple[str, ...]:
     """A list of names, or the keys of a table of them (as the registry gives routes). Raises ConfigurationError."""
     given = options.get(key, ())
-    if not isinstance(given, Iterable) or not all(isinstance(one, str) and one for one in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Iterable)
+        or not all(isinstance(one, str) and one for one in given)
+    ):
         raise ConfigurationError(f"{name}: {key} = {given!r}; allowed: a list of names")
     return tuple(given)
 

@@ -216,6 +216,10 @@ def test_a_flush_of_a_file_is_carried_out_by_the_cores(site: Site, tmp_path: Pat
     platform.close()
 
 
+def _wait(go_on: threading.Event) -> None:
+    assert go_on.wait(30)
+
+
 @pytest.mark.parametrize("form", ["file", "devdax"])
 def test_a_flush_that_comes_after_the_close_made_nothing_durable_and_says_so(
     site: Site, tmp_path: Path, form: str
@@ -226,7 +230,7 @@ def test_a_flush_that_comes_after_the_close_made_nothing_durable_and_says_so(
     if not memory.info.memories[0].persistent:
         pytest.skip(memory.info.notes["why"])
     region, go_on = memory.alloc(PAGE), threading.Event()
-    held = cpu.submit(Launch(Dense("held", 0, 0, 0, lambda reads, writes: go_on.wait(30) and None), (), ()))
+    held = cpu.submit(Launch(Dense("held", 0, 0, 0, lambda reads, writes: _wait(go_on)), (), ()))
     flushed = cpu.submit(Flush(region.all()))
     memory.close()
     go_on.set()

@@ -14,10 +14,10 @@ from typing import Any
 
 from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.numa import PAGE, Mode, check_policy
-from tierloop.devices.drivers.numa_mapping import free_pages, pool_advice
+from tierloop.devices.drivers.numa_mapping import free_pages, has_pool, pool_advice
 from tierloop.devices.drivers.numa_topology import NumaTopology, numa_topology, shown
 from tierloop.devices.drivers.options import integer, names, refuse_unknown
-from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, OutOfMemory, Unsupported
 from tierloop.devices.system import System
 
 OPTIONS = [
@@ -159,6 +159,9 @@ def _capacity(
         default = _half_of_what_is_free(system, topology, nodes)
     else:
         default = free_pages(system, page, nodes or None) * page
+        if default == 0 and not has_pool(system, page):
+            size = f"{page >> 20} MiB"
+            raise Unsupported(name, "open", f"this kernel has no huge pages of {size}: no pool of them below /sys")
         if default == 0:
             raise OutOfMemory(name, "open", pool_advice(page, options.get("capacity", page), nodes))
     capacity = integer(name, options, "capacity", default, page)

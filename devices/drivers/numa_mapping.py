@@ -81,6 +81,13 @@ def free_pages(system: System, page: int, nodes: Iterable[int] | None = None) ->
     return found
 
 
+def has_pool(system: System, page: int) -> bool:
+    """Whether the kernel has a pool of huge pages of this size at all."""
+    with suppress(OSError):
+        return f"hugepages-{page // 1024}kB" in system.listdir("/sys/kernel/mm/hugepages")
+    return False
+
+
 def pool_advice(page: int, nbytes: int, nodes: Iterable[int] = ()) -> str:
     """What to do about a pool of huge pages that is too small."""
     need, kind = -(-nbytes // page), f"hugepages-{page // 1024}kB/nr_hugepages"

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.cxl_rig import MIB, PAGE, DaxNode, devdax, file_of, opened, pair, tre
 from tests.launches import carry_out, every_kernel
 from tests.numa_rig import a_node_of_this_machine
 from tierloop.devices.clocks import VirtualClock, WallClock
-from tierloop.devices.commands import Flush, Read
+from tierloop.devices.commands import Flush, Launch, Read
 from tierloop.devices.device import Device
 from tierloop.devices.drivers import cache_lines
 from tierloop.devices.drivers.cxl import open_cxl
@@ -39,13 +40,14 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.kernels import run
+from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.persistent import keeper
 from tierloop.devices.placement import Placements, memory_nodes
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Segment
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
-from tierloop.devices.system import HostSystem, System, address_of
+from tierloop.devices.system import HOST, HostSystem, System, address_of
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 from tierloop.emulators.kernel import ModelKernel
 from tierloop.emulators.kernel_numa import Memory, NumaMemory
@@ -123,7 +125,9 @@ def test_a_closed_memory_is_gone_and_its_views_stay_harmless(site: Site, tmp_pat
     view[:] = 1
     with pytest.raises(Gone):
         memory.alloc(1)
-    assert (site.arrivals, site.observers) == ([], [])
+    watching = len(site.arrivals), len(site.observers)
+    open_cxl("cxl0", site, {"path": str(file_of(tmp_path))}).close()
+    assert (len(site.arrivals), len(site.observers)) == watching, "nobody is left behind"
 
 
 # -- a file --------------------------------------------------------------------------------------------------------
@@ -209,6 +213,39 @@ def test_a_flush_of_a_file_is_carried_out_by_the_cores(site: Site, tmp_path: Pat
     assert system.count == 1
     wait(site.clock, cpu.submit(Flush(cpu.alloc(PAGE).all())))
     assert system.count == 1
+    platform.close()
+
+
+def _wait(go_on: threading.Event) -> None:
+    assert go_on.wait(30)
+
+
+@pytest.mark.parametrize("form", ["file", "devdax"])
+def test_a_flush_that_comes_after_the_close_made_nothing_durable_and_says_so(
+    site: Site, tmp_path: Path, form: str
+) -> None:
+    options, system = ({"path": "/dev/dax1.0"}, devdax("pmem", "dax1.0")[0]) if form == "devdax" else ({}, HOST)
+    platform = pair(site, options or {"path": str(file_of(tmp_path))}, system)
+    cpu, memory = both(platform)
+    if not memory.info.memories[0].persistent:
+        pytest.skip(memory.info.notes["why"])
+    region, go_on = memory.alloc(PAGE), threading.Event()
+    held = cpu.submit(Launch(Dense("held", 0, 0, 0, lambda reads, writes: _wait(go_on)), (), ()))
+    flushed = cpu.submit(Flush(region.all()))
+    memory.close()
+    go_on.set()
+    wait(site.clock, held)
+    with pytest.raises(Gone, match="was closed before its bytes were made durable"):
+        wait(site.clock, flushed)
+    cpu.close()
+
+
+def test_a_memory_that_keeps_nothing_is_flushed_after_one_of_its_name_that_did(site: Site, tmp_path: Path) -> None:
+    kept = pair(site, {"path": str(file_of(tmp_path))})
+    kept.close()
+    platform = pair(site, {"path": "/dev/dax0.0"}, devdax()[0])
+    cpu, memory = both(platform)
+    wait(site.clock, cpu.submit(Flush(memory.alloc(PAGE).all())))
     platform.close()
 
 

@@ -13,9 +13,11 @@ Persistent Flush on CXL).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tierloop.devices.commands import Flush
 from tierloop.devices.drivers import cache_lines
+from tierloop.devices.errors import Gone
 from tierloop.devices.regions import Segment
 from tierloop.devices.site import Site
 
@@ -32,19 +34,27 @@ class Flushes:
         made: Flushes = site.shared.setdefault("flushes", cls())
         return made
 
-    def offer(self, memory: str, way: Callable[[Segment], None]) -> None:
-        """From now on, segments of this memory are flushed so; `way` may be called from any thread."""
-        self._ways[memory] = way
+    def offer(self, memory: str, way: Callable[[Segment], None] | None) -> None:
+        """From now on, segments of this memory are flushed so, by any thread; None where it keeps nothing."""
+        if way is None:
+            self._ways.pop(memory, None)
+        else:
+            self._ways[memory] = way
 
     def withdraw(self, memory: str) -> None:
-        """The memory is closed."""
-        self._ways.pop(memory, None)
+        """The memory is closed: a flush that comes later is an error, and not one that did nothing."""
+        if memory in self._ways:
+            self._ways[memory] = partial(_too_late, memory)
 
     def carry_out(self, command: Flush) -> None:
         """Returns when the bytes are durable, if their memory keeps any. Raises what its way does."""
         way = self._ways.get(command.target.region.memory)
         if way is not None:
             way(command.target)
+
+
+def _too_late(memory: str, _: Segment) -> None:
+    raise Gone(memory, "flush", "the memory was closed before its bytes were made durable")
 
 
 def can_write_back() -> bool:

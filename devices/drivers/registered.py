@@ -75,8 +75,6 @@ class Registrations:
             entry = _Entry(_address(region.view), region.nbytes, region, region.view)
             if not 0 < entry.nbytes <= min(self._most_nbytes, _LARGEST_BUFFER) or not self._add(entry):
                 self._never.add(key)
-            elif self._registered is not None:
-                self._registered(region)
             index = self._index(region)
         if index >= 0:
             self._used[key] = self._turn
@@ -126,6 +124,9 @@ class Registrations:
             self._refuse(error, entry)
             return False
         self._table = table
+        for entry in table:  # all are pinned anew, and pages of any may have moved
+            if entry.region is not None and self._registered is not None:
+                self._registered(entry.region)
         self._used = {key: turn for key, turn in self._used.items() if any(_key(e.region) == key for e in table)}
         return True
 

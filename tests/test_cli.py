@@ -417,9 +417,9 @@ def test_conformance_reports_every_check(run_cli: RunCli) -> None:
 @pytest.mark.parametrize(
     ("name", "device", "provenance"),
     [
-        ("pnm:model", "pnm0", "emulated"),
+        ("pnm:model", "pnm:model", "emulated"),
         ("emu:demo-cxl", "emu:demo-cxl", "emulated"),
-        ("nvme:file=", "nvme", "real"),
+        ("nvme:file=", "nvme:file={drive}", "real"),
     ],
 )
 def test_conformance_knows_devices_by_short_names(
@@ -429,7 +429,7 @@ def test_conformance_knows_devices_by_short_names(
     code, out, err = run_cli("conformance", f"{name}{drive}" if name.endswith("=") else name, "--level", "L5", "--json")
     report = json.loads(out)
     assert code == (0 if report["passed"] else 1), err
-    assert (report["device"], report["provenance"], report["failed"]) == (device, provenance, 0)
+    assert (report["device"], report["provenance"], report["failed"]) == (device.format(drive=drive), provenance, 0)
     assert {seen["quantity"] for seen in report["declared_vs_measured"]} >= {"read_bytes_per_s", "write_latency_ns"}
     assert all(seen["measured"] > 0 for seen in report["declared_vs_measured"])
     assert not drive.exists()

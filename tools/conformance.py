@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,9 +70,10 @@ def conformance(
         warm_up()
         for name, opener, virtual in found:
             say(f"{name or subject}: {', '.join(levels)}")
-            reports.append(
-                run(opener, levels, virtual=virtual, device=name, seed=seed, examples=examples, progress=_say_failure)
+            report = run(
+                opener, levels, virtual=virtual, device=name, seed=seed, examples=examples, progress=_say_failure
             )
+            reports.append(replace(report, device=subject) if ":" in subject else report)
         data = [report.to_dict() for report in reports]
         shown.json(data[0] if len(data) == 1 else {"devices": data})
         shown.show(_summary(reports, levels))

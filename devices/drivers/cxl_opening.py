@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.drivers import cxl_flush, numa
+from tierloop.devices.drivers.claims import lock_alone, unopened
 from tierloop.devices.drivers.cxl_options import Options
 from tierloop.devices.drivers.cxl_parts import Dax, Topology
 from tierloop.devices.drivers.cxl_problems import to_devdax, to_system_ram
@@ -34,7 +35,6 @@ from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.numa_mapping import advise, mapped
 from tierloop.devices.drivers.numa_topology import numa_topology, shown
 from tierloop.devices.errors import (
-    Busy,
     ConfigurationError,
     DeviceError,
     Gone,
@@ -234,20 +234,12 @@ def _claimed(device: str, path: str, system: System, undo: ExitStack) -> tuple[i
             raise Unsupported(device, "open", f"{path} is a {kind}; a dax device or a file is needed")
         fd = system.open(path, os.O_RDWR)
         undo.callback(_quietly_close, system, fd)
-        try:
-            system.lock(fd)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                detail = f"{path} belongs to another owner, in this process or another; memory has one"
-                raise Busy(device, "open", detail, error.errno) from error
-            raise
+        lock_alone(device, path, system, fd, "memory")
         return fd, system.fstat(fd)
     except OSError as error:
         if isinstance(error, DeviceError):
             raise
-        if error.errno in (errno.ENXIO, errno.ENODEV):
-            raise NotPresent(device, "open", f"{path}: no device stands behind it", error.errno) from error
-        raise from_os(device, "open", error, path) from error
+        raise unopened(device, path, error) from error
 
 
 def _mapped(device: str, path: str, system: System, fd: int, nbytes: int, grain: int) -> NDArray[np.uint8]:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tierloop.devices.drivers.claims import lock_alone, unopened
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Namespace, Target, controller_state, departed, room
 from tierloop.devices.drivers.medium import PAGE, close_all
@@ -163,7 +164,7 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
             raise Busy(device, "open", detail, errno.EBUSY) from error
         raise _refused(device, f"{node}, to claim the namespace", error) from error
     undo.callback(close_all, system, {fd})
-    _lock(device, node, fd, system)
+    lock_alone(device, node, system, fd)
     number = system.fstat(fd).device
     if listed and text_in(system, f"{folder}/dev") != f"{os.major(number)}:{os.minor(number)}":
         detail = f"{node} is not the block device of {generic}: nobody can tell whether the namespace is in use"
@@ -179,23 +180,13 @@ def _open(device: str, wish: Wish, status: FileStatus, system: System, undo: Exi
         fd = system.open(wish.path, os.O_RDWR)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENODEV):
-            raise NotPresent(device, "open", f"{wish.path}: no device stands behind it", error.errno) from error
+            raise unopened(device, wish.path, error) from error
         raise _refused(device, wish.path, error) from error
     undo.callback(close_all, system, {fd})
-    _lock(device, wish.path, fd, system)
+    lock_alone(device, wish.path, system, fd)
     if system.fstat(fd) != status:
         raise Busy(device, "open", f"{wish.path} was replaced while it was being opened")
     return fd
-
-
-def _lock(device: str, path: str, fd: int, system: System) -> None:
-    try:
-        system.lock(fd)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            detail = f"{path} belongs to another owner, in this process or another; a medium has one"
-            raise Busy(device, "open", detail, error.errno) from error
-        raise Unsupported(device, "open", f"{path} cannot be locked for one owner: {error}", error.errno) from error
 
 
 def _agree(device: str, system: System, generic: str, identity: Identity) -> None:

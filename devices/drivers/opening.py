@@ -23,6 +23,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tierloop.devices.drivers.claims import lock_alone, unopened
 from tierloop.devices.drivers.engines import Target, controller_state, failed
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
@@ -86,17 +87,9 @@ def _claim(
     try:
         control = system.open(wish.path, flags)
     except OSError as error:
-        raise _unopened(device, wish.path, error) from error
+        raise unopened(device, wish.path, error) from error
     undo.callback(close_all, system, {control})
-    try:
-        system.lock(control)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            detail = f"{wish.path} belongs to another owner, in this process or another; a medium has one"
-            raise Busy(device, "open", detail, error.errno) from error
-        raise Unsupported(
-            device, "open", f"{wish.path} cannot be locked for one owner: {error}", error.errno
-        ) from error
+    lock_alone(device, wish.path, system, control)
     if status is None:
         undo.callback(_quietly, system.unlink, wish.path)
     opened = system.fstat(control)
@@ -119,7 +112,7 @@ def _look(device: str, wish: Wish, system: System) -> FileStatus | None:
             ) from error
         return None
     except OSError as error:
-        raise _unopened(device, wish.path, error) from error
+        raise unopened(device, wish.path, error) from error
     if status.kind not in ("file", "block device", "character device"):
         raise Unsupported(
             device, "open", f"{wish.path} is a {status.kind}; a file, a block device or /dev/ngXnY (NVMe) is needed"
@@ -175,7 +168,7 @@ def _go_direct(medium: Medium, undo: ExitStack) -> str | None:
         fd = system.open(medium.path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            raise _unopened(device, medium.path, error) from error
+            raise unopened(device, medium.path, error) from error
         return "the file system refuses to open with O_DIRECT (EINVAL)"
     with ExitStack() as opened:
         opened.callback(close_all, system, {fd})
@@ -277,15 +270,6 @@ def _place(system: System, status: FileStatus) -> tuple[str | None, int | None]:
     """(bus address, NUMA node) of the controller under the medium."""
     node = _fact(system, status, "device/numa_node") or ""
     return _fact(system, status, "device/address"), whole(node)
-
-
-def _unopened(device: str, path: str, error: OSError) -> DeviceError:
-    """The error for a path that cannot be opened: a node without a device behind it is not there."""
-    if error.errno in (errno.ENXIO, errno.ENODEV):
-        return NotPresent(device, "open", f"{path}: no device stands behind it", error.errno)
-    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return NotPresent(device, "open", f"{path[:200]}: {error.strerror}: nothing can stand there", error.errno)
-    return from_os(device, "open", error, path)
 
 
 def _quietly(call: Callable[..., None], *args: object) -> None:

@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Read, Write
 from tierloop.devices.drivers import cache_lines
+from tierloop.devices.drivers.claims import lock_alone, unopened
 from tierloop.devices.drivers.pnm_options import Caches
 from tierloop.devices.drivers.pnm_wire import LAYOUT_NBYTES
-from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, Misaligned, NotPresent, Unsupported
+from tierloop.devices.errors import ConfigurationError, DeviceError, Misaligned, Unsupported
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
-from tierloop.devices.system import System, from_os
+from tierloop.devices.system import System
 
 PAGE = mmap.PAGESIZE
 LEAST_NBYTES = 4 * PAGE
@@ -142,31 +143,19 @@ def open_window(device: str, path: str, nbytes: int | None, system: System, cach
                 )
             fd = system.open(path, os.O_RDWR)
             undo.callback(_quietly_close, system, fd)
-            _lock(device, path, system, fd)
+            lock_alone(device, path, system, fd, "a window")
             size = _size(device, path, kind, nbytes, system, fd)
             mapping = system.mmap(fd, size)
         except OSError as error:
             if isinstance(error, DeviceError):
                 raise
-            if error.errno in (errno.ENXIO, errno.ENODEV):
-                raise NotPresent(device, "open", f"{path}: no device stands behind it", error.errno) from error
-            raise from_os(device, "open", error, path) from error
+            raise unopened(device, path, error) from error
         flushes = caches == "flush" or (caches == "auto" and kind != "file")
         if flushes and not cache_lines.known():
             advice = "map the window uncached, or say caches = 'coherent' if the device looks into the host's caches"
             raise Unsupported(device, "open", f"{path}: this processor's caches cannot be flushed here; {advice}")
         undo.pop_all()
         return MappedWindow(system, fd, mapping, size, flushes)
-
-
-def _lock(device: str, path: str, system: System, fd: int) -> None:
-    try:
-        system.lock(fd)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            detail = f"{path} belongs to another owner, in this process or another; a window has one"
-            raise Busy(device, "open", detail, error.errno) from error
-        raise
 
 
 def _size(device: str, path: str, kind: str, wanted: int | None, system: System, fd: int) -> int:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, nvme_drives, state_advice, whole
+from tierloop.devices.drivers.kernel_texts import number_of
+from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, nvme_drives, state_advice
 from tierloop.devices.drivers.nvme_probe import probe
 from tierloop.emulators.kernel import ModelKernel, Tree
 from tierloop.emulators.kernel_nvme import nvme_machine
@@ -121,7 +122,7 @@ def test_no_text_of_the_kernel_breaks_the_list(mounts: str, swaps: str, fact: st
 
 @pytest.mark.parametrize("said", ["9" * 5000, str(1 << 64), "-1", "²", "", "12 KiB"])
 def test_a_text_that_is_no_number_of_sysfs_is_none(said: str) -> None:
-    assert whole(said) is None
+    assert number_of(said) is None
     machine = nvme_machine(1 << 20)
     facts = ("numa_node", "nr_requests", "max_hw_sectors_kb", "logical_block_size")
     for name in [name for name in machine.tree.files if name.endswith(facts)]:

@@ -11,7 +11,7 @@ import posixpath
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.kernel_texts import names_in, number_of, text_in
 from tierloop.devices.errors import DeviceError, NoPermission, NotPresent, Unsupported
 from tierloop.devices.system import HOST, System
 
@@ -88,16 +88,16 @@ def gpus(torch: Any = None, system: System = HOST) -> Gpus:
 def gpu_slots(system: System = HOST) -> tuple[Slot, ...]:
     """GPUs on the bus, of the vendors that torch computes on, by their address."""
     found = []
-    for address in sorted(_listed(system, _PCI)):
-        vendor = _VENDORS.get(_text(system, f"{_PCI}/{address}/vendor"))
-        if vendor is not None and _text(system, f"{_PCI}/{address}/class").startswith(_DISPLAY):
-            found.append(Slot(address, _node(_text(system, f"{_PCI}/{address}/numa_node")), vendor))
+    for address in sorted(names_in(system, _PCI)):
+        vendor = _VENDORS.get(text_in(system, f"{_PCI}/{address}/vendor"))
+        if vendor is not None and text_in(system, f"{_PCI}/{address}/class").startswith(_DISPLAY):
+            found.append(Slot(address, _node(text_in(system, f"{_PCI}/{address}/numa_node")), vendor))
     return tuple(found)
 
 
 def slot_at(address: str, system: System = HOST) -> Slot:
     """The slot with a PCI address; without a NUMA node where the system does not say."""
-    return Slot(address, _node(_text(system, posixpath.join(_PCI, address, "numa_node"))))
+    return Slot(address, _node(text_in(system, posixpath.join(_PCI, address, "numa_node"))))
 
 
 def slot_of(number: int, system: System = HOST) -> Slot:
@@ -111,7 +111,7 @@ def driver_version(system: System = HOST) -> str:
     """The version of the kernel's driver, or ""."""
     for vendor, paths in _DRIVERS.items():
         for path in paths:
-            lines = _text(system, path).splitlines()
+            lines = text_in(system, path).splitlines()
             if lines:
                 return f"{vendor} {lines[0].strip()}"
     return ""
@@ -182,17 +182,3 @@ def _exists(system: System, path: str) -> bool:
 
 def _node(text: str) -> int | None:
     return number_of(text)  # −1: the firmware does not say
-
-
-def _text(system: System, path: str) -> str:
-    try:
-        return system.read_text(path)
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _listed(system: System, path: str) -> list[str]:
-    try:
-        return list(system.listdir(path))
-    except OSError:
-        return []

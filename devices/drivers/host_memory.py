@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.kernel_texts import number_of, text_in
 from tierloop.devices.system import HOST, System
 
 _FILES = {2: ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -19,7 +19,7 @@ _FILES = {2: ("/sys/fs/cgroup", "memory.max", "memory.current"),
 def available_nbytes(system: System = HOST) -> int:
     """Bytes that may be allocated now; 0 if nothing can be learned."""
     found = [_of_machine(system)]
-    for line in _read(system, "/proc/self/cgroup").splitlines():
+    for line in text_in(system, "/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, colon, path = rest.partition(":")
         version = 2 if not controllers else 1
@@ -31,7 +31,7 @@ def available_nbytes(system: System = HOST) -> int:
 
 
 def _of_machine(system: System) -> int | None:
-    for line in _read(system, "/proc/meminfo").splitlines():
+    for line in text_in(system, "/proc/meminfo").splitlines():
         key, _, value = line.partition(":")
         if key == "MemAvailable" and (kib := number_of(value.removesuffix("kB"))) is not None:
             return kib * 1024
@@ -41,19 +41,12 @@ def _of_machine(system: System) -> int | None:
 def _of_group(system: System, version: int, group: str) -> int | None:
     root, limit_file, used_file = _FILES[version]
     folder = root + group.rstrip("/")
-    limit, used = (number_of(_read(system, f"{folder}/{file}")) for file in (limit_file, used_file))
+    limit, used = (number_of(text_in(system, f"{folder}/{file}")) for file in (limit_file, used_file))
     if limit is None or used is None:  # "max", or not there
         return None
     droppable = 0
-    for line in _read(system, f"{folder}/memory.stat").splitlines():
+    for line in text_in(system, f"{folder}/memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file"):
             droppable = number_of(value) or 0
     return max(0, limit - max(0, used - droppable))
-
-
-def _read(system: System, path: str) -> str:
-    try:
-        return system.read_text(path)
-    except (OSError, UnicodeDecodeError):
-        return ""

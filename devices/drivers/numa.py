@@ -31,7 +31,7 @@ import cffi
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.kernel_texts import number_of
 from tierloop.devices.drivers.numa_topology import numa_topology, shown
 from tierloop.devices.errors import ConfigurationError, Misaligned, NoPermission
 from tierloop.devices.system import System, from_os

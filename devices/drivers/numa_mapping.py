@@ -18,7 +18,7 @@ import cffi
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.kernel_texts import number_of
 from tierloop.devices.drivers.numa import PAGE, SYS_MADVISE
 from tierloop.devices.errors import OutOfMemory
 from tierloop.devices.system import System, from_os

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
-from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.kernel_texts import names_in, number_of, text_in
 from tierloop.devices.system import System
 
 BALANCING = "/proc/sys/kernel/numa_balancing"
@@ -40,7 +40,7 @@ def tiering(system: System) -> tuple[Tiering, ...]:
 
 
 def _balancing(system: System) -> list[Tiering]:
-    bits = number_of(_text(system, BALANCING)) or 0
+    bits = number_of(text_in(system, BALANCING)) or 0
     means = []
     if bits & 1:
         means.append("moves pages to the node of the cores that touch them")
@@ -58,7 +58,7 @@ def _balancing(system: System) -> list[Tiering]:
 
 
 def _demotion(system: System) -> list[Tiering]:
-    if _text(system, DEMOTION) not in ("true", "1"):
+    if text_in(system, DEMOTION) not in ("true", "1"):
         return []
     means = "moves cold pages of a node that runs full to a slower node, bound ones too"
     return [Tiering("demotion", means, f"echo false > {DEMOTION}")]
@@ -66,8 +66,8 @@ def _demotion(system: System) -> list[Tiering]:
 
 def _damon(system: System) -> list[Tiering]:
     found = []
-    for name in _names(system, DAMON):
-        if name.isdigit() and _text(system, f"{DAMON}/{name}/state") == "on":
+    for name in names_in(system, DAMON):
+        if name.isdigit() and text_in(system, f"{DAMON}/{name}/state") == "on":
             actions = sorted(set(_actions(system, f"{DAMON}/{name}/contexts")))
             means = f"its schemes do: {', '.join(actions)}" if actions else "it watches accesses; it has no schemes"
             found.append(Tiering(f"DAMON kdamond {name}", means, f"echo off > {DAMON}/{name}/state"))
@@ -77,9 +77,9 @@ def _damon(system: System) -> list[Tiering]:
 def _actions(system: System, contexts: str) -> list[str]:
     return [
         action
-        for context in _names(system, contexts)
-        for scheme in _names(system, f"{contexts}/{context}/schemes")
-        if re.fullmatch(r"\d+", scheme) and (action := _text(system, f"{contexts}/{context}/schemes/{scheme}/action"))
+        for context in names_in(system, contexts)
+        for scheme in names_in(system, f"{contexts}/{context}/schemes")
+        if re.fullmatch(r"\d+", scheme) and (action := text_in(system, f"{contexts}/{context}/schemes/{scheme}/action"))
     ]
 
 
@@ -91,19 +91,5 @@ def _damon_modules(system: System) -> list[Tiering]:
     return [
         Tiering(module, what, f"echo N > /sys/module/{module}/parameters/enabled")
         for module, what in means.items()
-        if _text(system, f"/sys/module/{module}/parameters/enabled") in ("Y", "1")
+        if text_in(system, f"/sys/module/{module}/parameters/enabled") in ("Y", "1")
     ]
-
-
-def _text(system: System, path: str) -> str:
-    try:
-        return system.read_text(path).strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _names(system: System, path: str) -> list[str]:
-    try:
-        return system.listdir(path)
-    except OSError:
-        return []

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.kernel_texts import names_in, number_of, text_in
 from tierloop.devices.info import Path
 from tierloop.devices.system import System
 
@@ -121,7 +121,7 @@ class NumaTopology:
 
 def numa_topology(system: System) -> NumaTopology:
     """What the kernel shows now. Raises nothing: what cannot be read is not there."""
-    ids = sorted(int(name[4:]) for name in _names(system, NODES) if re.fullmatch(r"node\d{1,4}", name))
+    ids = sorted(int(name[4:]) for name in names_in(system, NODES) if re.fullmatch(r"node\d{1,4}", name))
     online = _numbers(system, f"{NODES}/online")
     distances_to = sorted(online) if online else ids
     tiers, movable = _tiers(system), _movable(system)
@@ -176,11 +176,11 @@ def _allowed(system: System, key: str, effective: str) -> frozenset[int] | None:
     """What the kernel lets this thread use, by its status and its control group; None where neither says."""
     found: frozenset[int] | None = None
     for path in ("/proc/thread-self/status", "/proc/self/status"):
-        for line in _text(system, path).splitlines():
+        for line in text_in(system, path).splitlines():
             name, _, value = line.partition(":")
             if name == key and found is None:
                 found = _read_numbers(value) or None
-    for line in _text(system, "/proc/self/cgroup").splitlines():
+    for line in text_in(system, "/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
         if controllers in ("", "cpuset"):
@@ -193,7 +193,7 @@ def _allowed(system: System, key: str, effective: str) -> frozenset[int] | None:
 
 def _memory(system: System, node: int) -> dict[str, int]:
     found: dict[str, int] = {}
-    for line in _text(system, f"{NODES}/node{node}/meminfo").splitlines():
+    for line in text_in(system, f"{NODES}/node{node}/meminfo").splitlines():
         match = re.fullmatch(r"Node \d+ ([A-Za-z_()]+):\s+(\d+) kB", line.strip())
         if match:
             found[match[1]] = (number_of(match[2]) or 0) * 1024
@@ -202,14 +202,14 @@ def _memory(system: System, node: int) -> dict[str, int]:
 
 
 def _distances(system: System, node: int, to: list[int]) -> dict[int, int]:
-    values = [number_of(text) for text in _text(system, f"{NODES}/node{node}/distance").split()]
+    values = [number_of(text) for text in text_in(system, f"{NODES}/node{node}/distance").split()]
     told = [value for value in values if value is not None]
     return dict(zip(to, told, strict=True)) if len(told) == len(values) == len(to) else {}
 
 
 def _access(system: System, node: int, level: int) -> Access | None:
     folder = f"{NODES}/node{node}/access{level}/initiators"
-    names = _names(system, folder)
+    names = names_in(system, folder)
     initiators = frozenset(int(name[4:]) for name in names if re.fullmatch(r"node\d{1,4}", name))
     if not initiators:
         return None
@@ -225,7 +225,7 @@ def _access(system: System, node: int, level: int) -> Access | None:
 
 
 def _tiers(system: System) -> dict[int, str]:
-    names = [name for name in _names(system, TIERS) if re.fullmatch(r"memory_tier\d+", name)]
+    names = [name for name in names_in(system, TIERS) if re.fullmatch(r"memory_tier\d+", name)]
     return {node: name for name in names for node in _numbers(system, f"{TIERS}/{name}/nodelist")}
 
 
@@ -233,7 +233,7 @@ def _movable(system: System) -> dict[int, int]:
     """Bytes in each node's movable zone."""
     found: dict[int, int] = {}
     node, zone = -1, ""
-    for line in _text(system, "/proc/zoneinfo").splitlines():
+    for line in text_in(system, "/proc/zoneinfo").splitlines():
         head = re.fullmatch(r"Node (\d{1,4}), zone\s+(\w+)", line)
         if head:
             node, zone = int(head[1]), head[2]
@@ -244,7 +244,7 @@ def _movable(system: System) -> dict[int, int]:
 
 
 def _numbers(system: System, path: str) -> frozenset[int]:
-    return _read_numbers(_text(system, path))
+    return _read_numbers(text_in(system, path))
 
 
 def _read_numbers(text: str) -> frozenset[int]:
@@ -255,18 +255,4 @@ def _read_numbers(text: str) -> frozenset[int]:
 
 
 def _integer(system: System, path: str) -> int:
-    return number_of(_text(system, path)) or 0
-
-
-def _text(system: System, path: str) -> str:
-    try:
-        return system.read_text(path)
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _names(system: System, path: str) -> list[str]:
-    try:
-        return system.listdir(path)
-    except OSError:
-        return []
+    return number_of(text_in(system, path)) or 0

@@ -24,19 +24,11 @@ import numpy as np
 from tierloop.devices.drivers.claims import lock_alone, unopened
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Namespace, Target, controller_state, departed, room
+from tierloop.devices.drivers.kernel_texts import names_in, number_in, text_in
 from tierloop.devices.drivers.medium import PAGE, close_all
 from tierloop.devices.drivers.nvme_commands import MOST_BLOCKS
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import (
-    block_name,
-    controllers_of,
-    in_use,
-    names_in,
-    number_in,
-    place_of,
-    state_advice,
-    text_in,
-)
+from tierloop.devices.drivers.nvme_drives import block_name, controllers_of, in_use, place_of, state_advice
 from tierloop.devices.drivers.nvme_identity import Identity
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.passthrough import PERMISSION_HINT, IoctlEngine

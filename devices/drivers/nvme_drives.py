@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tierloop.devices.drivers.kernel_texts import names_in, number_in, text_in
 from tierloop.devices.system import System, resolved
 
 _GENERIC = re.compile(r"ng(\d+)n(\d+)")
@@ -99,33 +100,6 @@ def in_use(system: System, folder: str) -> str:
         if holders:
             return f"{posixpath.basename(place)} is held by {', '.join(holders)}"
     return ""
-
-
-def names_in(system: System, folder: str) -> list[str]:
-    """The names in a folder; none if it is not there."""
-    try:
-        return system.listdir(folder)
-    except OSError:
-        return []
-
-
-def text_in(system: System, path: str) -> str:
-    """A text of sysfs or /proc; empty if it is not there."""
-    try:
-        return system.read_text(path)
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def number_in(system: System, path: str) -> int | None:
-    """A whole number that is not negative, from a file of sysfs."""
-    return whole(text_in(system, path))
-
-
-def whole(said: str) -> int | None:
-    """The number that a text says, None if it is none that 64 bits hold."""
-    number = int(said) if said.isdecimal() and len(said) <= 20 else -1
-    return number if 0 <= number < 1 << 64 else None
 
 
 def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, int | None]:

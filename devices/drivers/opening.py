@@ -25,10 +25,11 @@ import numpy as np
 
 from tierloop.devices.drivers.claims import lock_alone, unopened
 from tierloop.devices.drivers.engines import Target, controller_state, failed
+from tierloop.devices.drivers.kernel_texts import number_in, number_of
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, number_in, place_of, whole
+from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, place_of
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
@@ -262,14 +263,14 @@ def _fact(system: System, status: FileStatus, name: str) -> str | None:
 
 def _logical_block(system: System, status: FileStatus) -> int:
     said = _fact(system, status, "queue/logical_block_size") or ""
-    nbytes = whole(said) or 0
+    nbytes = number_of(said) or 0
     return nbytes if nbytes & (nbytes - 1) == 0 and nbytes <= _LARGEST_GRID else 0
 
 
 def _place(system: System, status: FileStatus) -> tuple[str | None, int | None]:
     """(bus address, NUMA node) of the controller under the medium."""
     node = _fact(system, status, "device/numa_node") or ""
-    return _fact(system, status, "device/address"), whole(node)
+    return _fact(system, status, "device/address"), number_of(node)
 
 
 def _quietly(call: Callable[..., None], *args: object) -> None:

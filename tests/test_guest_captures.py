@@ -6,6 +6,7 @@ here, one difference per test.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_memory_without_a_region_has_no_dax_device_and_one_with_it_has() -> No
     (dax,) = topology.daxes
     (region,) = topology.regions
     assert (dax.mode, dax.region, region.mode, region.committed) == ("devdax", region.name, "ram", True)
+
+
+def test_each_memory_is_told_the_window_that_leads_to_it(machine: Machine) -> None:
+    """Every window of the guest takes both kinds; which bridge it leads to makes the difference."""
+    topology = cxl_topology(kernel("guest-cxl"))
+    windows = {f"decoder0.{at}": memories for at, memories in enumerate(machine.bridges.values())}
+    for window, memories in windows.items():
+        for memory in memories:
+            memdev = next(one for one in topology.memdevs if one.serial == memory.serial)
+            [problem] = [one for one in topology.problems if one.subject == memdev.name]
+            named = set(re.findall(r"decoder0\.\d+", problem.command))
+            assert named == {window}, f"{memory.name}: {problem}"
+            decoder = next(port for port in topology.ports if port.name == memdev.endpoint).decoders[0].name
+            assert (f"echo {decoder} >$r/target0" in problem.command) != memory.persistent
 
 
 def test_the_table_of_a_memory_speaks_of_all_of_it(machine: Machine) -> None:

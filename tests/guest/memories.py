@@ -27,4 +27,4 @@ def dax_of(machine: Machine, memories: tuple[Cxl, ...]) -> str:
                 if dax.mode != "devdax":
                     cxl_regions.devdax(dax.name)
                 return dax.name
-    return cxl_regions.volatile_region(machine, memories).name
+    return cxl_regions.volatile_region(memories).name

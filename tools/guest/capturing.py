@@ -103,7 +103,7 @@ def capture(folder: Path, machine: Machine) -> None:
     _store(folder / "guest-cxl.tree", tree_of(_CXL))
     volatile = [one for one in machine.cxl if not one.persistent and len(machine.bridges[one.bridge]) == 1]
     for memory in volatile[:1]:
-        cxl_regions.volatile_region(machine, (memory,))
+        cxl_regions.volatile_region((memory,))
         _store(folder / "guest-cxl-devdax.tree", tree_of(_CXL))
 
 

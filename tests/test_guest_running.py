@@ -201,6 +201,25 @@ def test_half_a_junit_file_is_no_result(tmp_path: Path, text: str) -> None:
     assert testing.read_junit(tmp_path / "junit.xml") is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "pair"),
+    [
+        ([], True),
+        (["-k", "poison"], True),
+        (["tests/guest"], True),
+        (["tests/guest/test_rdma_pair.py::test_a"], True),
+        (["tests/guest/test_cxl.py", "-k", "poison"], False),
+        (["tests/test_numa_real.py"], False),
+    ],
+)
+def test_a_second_guest_is_started_where_its_tests_run(arguments: list[str], pair: bool) -> None:
+    assert testing.asks_for_a_pair(arguments) is pair
+
+
+def test_the_word_behind_an_option_names_no_tests() -> None:
+    assert testing.named_tests(["-k", "poison", "-x", "tests/guest/test_cxl.py::test_a"]) == ["tests/guest/test_cxl.py"]
+
+
 OUTCOME = running.Outcome(0, "", (), 7.0, 60.0)
 
 

@@ -133,6 +133,10 @@ def check(
         silent=as_json,
     )
     _tell(verdict.outcome)
+    if not verdict.good and verdict.peer:
+        say("guest: what the second guest said last:")
+        for line in verdict.peer:
+            say(f"  | {line}")
     if as_json:
         with results(as_json) as shown:
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.tools.guest.arguments import GUEST_QMP, Choices, Files, command_line
+from tierloop.tools.guest.arguments import GUEST_QMP, PORT_MAC, Choices, Files, command_line
 from tierloop.tools.guest.console import Tail, last_lines, panic
 from tierloop.tools.guest.layers import INSIDE, PYVERBS
 from tierloop.tools.guest.machine import Machine
@@ -67,6 +67,10 @@ class Guest:
     def qmp(self) -> Path:
         """The host's QMP socket."""
         return self.files.sockets / "host"
+
+    def said(self) -> tuple[str, ...]:
+        """The last lines of what it has printed so far, its console first."""
+        return tuple(line for name in ("console", "stdout", "stderr") for line in last_lines(self.files.run / name, 10))
 
 
 def run(
@@ -250,11 +254,15 @@ def _prepare(
         "CXL": str(len(machine.cxl)),
         "DRIVES": str(len(machine.drives)),
         "INTERACTIVE": "yes" if choices.interactive else "",
+        "PORT_MAC": PORT_MAC,
+        "WIRE_MAC": choices.wire.mac if choices.wire else "",
+        "WIRE": choices.wire.address if choices.wire else "",
     }
     exported = {
         "TIERLOOP_GUEST_QMP": GUEST_QMP,
         "TIERLOOP_GUEST_MACHINE": machine.origin,
         "TIERLOOP_GUEST_PYVERBS": f"/{PYVERBS}",
+        "TIERLOOP_GUEST_WIRE": settings["WIRE"],
         **environment,
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]

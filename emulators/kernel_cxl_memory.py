@@ -89,8 +89,9 @@ def put_memory(
 
 
 def link(tree: Tree, path: str, target: str) -> None:
-    """A link, relative as they are below /sys."""
-    tree.link(path, posixpath.relpath(target, posixpath.dirname(path)))
+    """A link, relative as they are below /sys: it ends with the target's name, also where it leads upwards."""
+    folder, name = posixpath.split(target)
+    tree.link(path, posixpath.normpath(posixpath.join(posixpath.relpath(folder, posixpath.dirname(path)), name)))
 
 
 def _speed(tree: Tree, node: int, initiator: int, *speed: int) -> None:

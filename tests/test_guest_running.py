@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -100,6 +101,32 @@ def test_no_qemu_outlives_an_interruption(boot: Boot, tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_line_leaves_no_qemu_and_no_folder(tmp_path: Path, number: signal.Signals) -> None:
+    """The whole of `tierloop guest run`, and the real signal: as Ctrl-C, to the program in front."""
+    places = Places(tmp_path / "rig")
+    places.layers.mkdir(parents=True)
+    write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+    (tmp_path / "small.toml").write_text("[[node]]\nid = 0\nmib = 64\ncpus = 1\n")
+    script = tmp_path / "qemu"
+    script.write_text(f"#!/bin/bash\n{RUN_FOLDER}touch $run/ready; echo begun > $run/stdout; exec sleep 1000\n")
+    script.chmod(0o755)
+    words = ["guest", "run", "--machine", str(tmp_path / "small.toml"), "--qemu", str(script), "--", "true"]
+    environment = {**os.environ, "TIERLOOP_GUEST": str(places.root), "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = "import sys; from tierloop.tools.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == b"begun\n"
+        [child] = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
+        caller.send_signal(number)
+        _, said = caller.communicate(timeout=60)
+    assert (caller.returncode, said) == (128 + number, b"tierloop: interrupted\n")
+    assert not Path("/proc", child).exists()
+    assert list(places.runs.iterdir()) == []
+
+
 def test_no_qemu_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
     """As far as the host has setpriv: the kernel then does it."""
     code = (
@@ -155,6 +182,11 @@ def test_kvm_that_cannot_run_a_kernel_is_refused_with_the_reason(tmp_path: Path)
     assert "neither vmx nor svm" in running.kvm_refused(str(device), str(cpuinfo))
     cpuinfo.write_text("flags\t\t: fpu vmx sse2\n")
     assert running.kvm_refused(str(device), str(cpuinfo)) == ""
+
+
+def test_a_qemu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such program"):
+        running.check(SMALL, Choices(qemu=str(tmp_path / "qemu")))
 
 
 def test_an_unknown_accelerator_is_refused() -> None:

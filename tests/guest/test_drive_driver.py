@@ -16,7 +16,7 @@ from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Flush, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import faults
-from tierloop.devices.conformance.runner import Check, carry_out, checks_of
+from tierloop.devices.conformance.runner import Check, carry_out, carry_out_machine, checks_of
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.errors import Gone, MediaError
 from tierloop.devices.hazards import HazardChecker
@@ -41,6 +41,8 @@ CASES = [
 FAULTS = [
     pytest.param(way, check, id=f"{way}: {name}") for way in list(WAYS)[:2] for name, check in checks_of("faults")
 ]
+EXAMPLES = 3
+"""Sequences of commands of the level `stateful`."""
 ROUNDS = 20
 """Of the soak: emulated processors are slow."""
 DEADLINE_S = 3.0
@@ -87,6 +89,12 @@ def breaking(machine: Machine, hardware: Hardware, monkeypatch: pytest.MonkeyPat
 def test_the_suite_holds(machine: Machine, way: str, check: Check) -> None:
     serial = fast(machine).serial
     carry_out(check, lambda site: open_on(site, way, serial), False, None, 0)
+
+
+@pytest.mark.parametrize("way", list(WAYS)[:2])
+def test_any_sequence_of_commands_agrees_with_a_dict(machine: Machine, way: str) -> None:
+    serial = fast(machine).serial
+    carry_out_machine(lambda site: open_on(site, way, serial), False, None, EXAMPLES, shrink=False)
 
 
 @pytest.mark.parametrize(("way", "check"), FAULTS)

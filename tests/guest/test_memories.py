@@ -13,7 +13,7 @@ from tests.guest.drives import APPEARS_S, generic_path
 from tests.guest.memories import dax_of, volatile_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy
-from tierloop.devices.conformance.runner import Check, carry_out, checks_of
+from tierloop.devices.conformance.runner import Check, carry_out, carry_out_machine, checks_of
 from tierloop.devices.device import Device
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu import open_cpu
@@ -36,6 +36,18 @@ ON_NODES = [
     for level in ("identity", "memory", "ordering")
     for name, check in checks_of(level)
 ]
+COMPUTING = (
+    "attend_is_attention",
+    "bits_do_not_depend_on_the_cut",
+    "combine_of_logits_is_attend",
+    "operands_may_lie_in_several_memories",
+    "topk_breaks_ties_by_index",
+    "gather_keeps_every_byte",
+)
+"""Of the level `compute`: one of each sort. Emulated processors are slow, and all of it runs on the host."""
+KERNELS = [pytest.param(check, id=f"compute: {name}") for name, check in checks_of("compute") if name in COMPUTING]
+EXAMPLES = 3
+"""Sequences of commands of the level `stateful`."""
 ON_CXL = [
     pytest.param(check, id=f"{level}: {name}") for level in ("identity", "memory") for name, check in checks_of(level)
 ]
@@ -55,12 +67,22 @@ def cxl_node(machine: Machine) -> Iterator[int]:
     cxl_regions.devdax(dax)
 
 
-@pytest.mark.parametrize("check", ON_NODES)
-def test_the_suite_holds_on_the_node_without_processors(machine: Machine, check: Check) -> None:
+@pytest.fixture(scope="module")
+def memory_only(machine: Machine) -> Callable[[Site], Device]:
+    """Opens the node without processors."""
     node = next(node.id for node in machine.nodes if not node.cpus)
-    carry_out(
-        check, lambda site: open_cpu("cpu0", site, {"capacity": 8 * MIB, "node": node, "threads": 1}), False, None, 0
-    )
+    return lambda site: open_cpu("cpu0", site, {"capacity": 8 * MIB, "node": node, "threads": 1})
+
+
+@pytest.mark.parametrize("check", [*ON_NODES, *KERNELS])
+def test_the_suite_holds_on_the_node_without_processors(memory_only: Callable[[Site], Device], check: Check) -> None:
+    carry_out(check, memory_only, False, None, 0)
+
+
+def test_any_sequence_agrees_with_a_dict_on_the_node_without_processors(
+    memory_only: Callable[[Site], Device],
+) -> None:
+    carry_out_machine(memory_only, False, None, EXAMPLES, shrink=False)
 
 
 def beside_a_cpu(options: dict[str, object]) -> Callable[[Site], Platform]:
@@ -77,6 +99,15 @@ def beside_a_cpu(options: dict[str, object]) -> Callable[[Site], Platform]:
 @pytest.mark.parametrize("check", ON_CXL)
 def test_the_suite_holds_on_a_devdax(devdax: str, check: Check) -> None:
     carry_out(check, beside_a_cpu({"path": f"/dev/{devdax}"}), False, "cxl0", 0)
+
+
+@pytest.mark.parametrize("check", KERNELS[:1])
+def test_kernels_compute_in_place_on_a_devdax(devdax: str, check: Check) -> None:
+    carry_out(check, beside_a_cpu({"path": f"/dev/{devdax}"}), False, "cxl0", 0)
+
+
+def test_any_sequence_agrees_with_a_dict_on_a_devdax(devdax: str) -> None:
+    carry_out_machine(beside_a_cpu({"path": f"/dev/{devdax}"}), False, "cxl0", EXAMPLES, shrink=False)
 
 
 @pytest.mark.parametrize("check", ON_CXL)

@@ -3,7 +3,8 @@
     guest-numa     nodes, memory tiers, and the firmware's tables (SRAT, SLIT, HMAT, CEDT)
     guest-nvme     controllers and namespaces, with identify pages and logs below /capture
     guest-cxl      ports, decoders, memories and their CDAT, before one became a devdax and after (guest-cxl-devdax),
-                   and when the kernel uses it as a node (guest-cxl-node, with that node and its blocks)
+                   and when the kernel uses it as a node (guest-cxl-node, with that node, its blocks, and a persistent
+                   memory as a devdax)
 
 A tree has what stands in files and links; what only this moment knows (counters, times) is left out, so that two
 captures of one machine differ little. `python -m tierloop.tools.guest.capturing FOLDER` writes them in a guest, and
@@ -118,7 +119,9 @@ def capture(folder: Path, machine: Machine) -> None:
         _say("a volatile memory as a devdax")
         dax = cxl_regions.volatile_region((memory,)).name
         _store(folder / "guest-cxl-devdax.tree", tree_of(_CXL))
-        _say("the same as a node")
+        _say("the same as a node, and a persistent one as a devdax")
+        for other in (one for one in machine.cxl if one.persistent):
+            cxl_regions.persistent_region(other)
         node = cxl_regions.system_ram(dax)
         _store(folder / "guest-cxl-node.tree", _with_node(tree_of((*_CXL, *_NUMA[:2])), node))
 

@@ -241,7 +241,8 @@ def _tell(outcome: Outcome) -> None:
     if outcome.status is None:
         for line in outcome.last_lines:
             say(f"  | {line}")
-        say(f"guest: {outcome.reason} (the console's last lines stand above)")
+        above = " (the console's last lines stand above)" if outcome.last_lines else ""
+        say(f"guest: {outcome.reason}{above}")
 
 
 def _writable(folder: Path | None) -> Path | None:

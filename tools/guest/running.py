@@ -161,6 +161,8 @@ def check(machine: Machine, choices: Choices) -> None:
             f"guest machine {machine.name}: takes up to {machine.mib + _MARGIN_MIB} MiB of memory, {free} MiB "
             "are free; describe a smaller one (--machine FILE)"
         )
+    if choices.qemu and shutil.which(choices.qemu) is None:
+        raise ConfigurationError(f"QEMU {choices.qemu}: there is no such program")
     if choices.accelerator not in ("tcg", "kvm"):
         raise ConfigurationError(f"accelerator {choices.accelerator!r}; allowed: tcg, kvm")
     if choices.accelerator == "kvm":

@@ -103,6 +103,29 @@ def test_a_memory_without_a_region_has_no_dax_device_and_one_with_it_has() -> No
     assert (dax.mode, dax.region, region.mode, region.committed) == ("devdax", region.name, "ram", True)
 
 
+def test_a_memory_that_is_a_node_has_its_blocks_there(machine: Machine) -> None:
+    topology = cxl_topology(kernel("guest-cxl-node"))
+    dax = next(dax for dax in topology.daxes if dax.mode == "system-ram")
+    node = topology.node(dax.target_node)
+    assert node is not None
+    assert node.block_nbytes is not None
+    assert node.state == "online"
+    assert node.online * node.block_nbytes == dax.nbytes
+    shown = numa_topology(kernel("guest-cxl-node")).nodes[node.number]
+    assert (shown.nbytes, shown.has_cpu) == (dax.nbytes, False)
+    assert any(access.read_latency_ns for access in shown.access)
+
+
+def test_a_persistent_region_is_known_as_one(machine: Machine) -> None:
+    topology = cxl_topology(kernel("guest-cxl-node"))
+    [dax] = [dax for dax in topology.daxes if dax.persistent]
+    memory = next(memory for memory in machine.cxl if memory.persistent)
+    region = topology.region(dax.region)
+    assert region is not None
+    assert (region.mode, region.committed, region.nbytes) == ("pmem", True, memory.mib << 20)
+    assert region.uuid
+
+
 def test_each_memory_is_told_the_window_that_leads_to_it(machine: Machine) -> None:
     """Every window of the guest takes both kinds; which bridge it leads to makes the difference."""
     topology = cxl_topology(kernel("guest-cxl"))

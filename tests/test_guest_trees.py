@@ -144,7 +144,7 @@ def models() -> Iterator[ModelKernel]:
         yield ModelKernel(Tree.read(TREES / f"{name}.tree"))
     cards = (CxlPart(serial=1), CxlPart(serial=2, volatile_nbytes=0, persistent_nbytes=2 * GRAIN))
     for mode in ("memdev", "devdax", "system-ram"):
-        yield cxl_machine(cards, mode=mode)  # type: ignore[arg-type]  # each of them is a mode
+        yield cxl_machine(cards, mode=mode)
 
 
 @cache
@@ -203,6 +203,21 @@ def test_what_is_in_both_has_the_same_format() -> None:
     mine, other = here()[0], there()[0]
     different = {key: (mine[key], other[key]) for key in asked() if key in mine and key in other}
     assert {key for key, (a, b) in different.items() if not a <= b} == OTHER_FORMAT.keys()
+
+
+@pytest.mark.parametrize("where", ["guest", "model"])
+def test_a_node_of_cxl_memory_says_how_fast_it_is_and_for_whom_not(where: str) -> None:
+    cards = (CxlPart(serial=1),)
+    guest = ModelKernel(Tree.read(TREES / "guest-cxl-node.tree"))
+    kernel: ModelKernel = guest if where == "guest" else cxl_machine(cards, mode="system-ram")
+    [dax] = [dax for dax in cxl_topology(kernel).daxes if dax.mode == "system-ram"]
+    assert dax.target_node is not None
+    node = numa_topology(kernel).nodes[dax.target_node]
+    assert [access.level for access in node.access] == [0, 1]
+    for access in node.access:
+        assert access.initiators == frozenset()
+        assert access.read_latency_ns
+        assert access.write_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def capture(folder: Path, machine: Machine) -> None:
         _say("the same as a node, and a persistent one as a devdax")
         for other in (one for one in machine.cxl if one.persistent):
             cxl_regions.persistent_region(other)
-        node = cxl_regions.system_ram(dax)
-        _store(folder / "guest-cxl-node.tree", _with_node(tree_of((*_CXL, *_NUMA[:2])), node))
+        number = cxl_regions.system_ram(dax)
+        _store(folder / "guest-cxl-node.tree", _with_node(tree_of((*_CXL, *_NUMA[:2])), number))
 
 
 def pages_of(system: System, path: str) -> dict[str, bytes]:

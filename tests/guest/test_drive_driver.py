@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.guest.drives import APPEARS_S, block_path, generic_path
+from tests.guest.drives import APPEARS_S, block_path, drive_of, generic_path
 from tierloop.devices import faulty_host
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Flush, Read, Write
@@ -50,7 +50,7 @@ DEADLINE_S = 3.0
 
 def fast(machine: Machine) -> Drive:
     """A drive that loses nothing and stays in its slot."""
-    return next(drive for drive in machine.drives if not drive.error_sectors and not drive.hotplug)
+    return drive_of(machine, "plain drive", lambda drive: not drive.error_sectors and not drive.hotplug)
 
 
 def ended(site: Site, *completions: Completion) -> None:
@@ -76,7 +76,7 @@ def breaking(machine: Machine, hardware: Hardware, monkeypatch: pytest.MonkeyPat
     Anew, because a driver that gave a hung drive up keeps its descriptor, and with it its claim, until it exits.
     """
     monkeypatch.setattr(faults, "ROUNDS", ROUNDS)
-    drive = next(drive for drive in machine.drives if drive.hotplug)
+    drive = drive_of(machine, "drive that can be pulled out", lambda drive: drive.hotplug)
     hardware.lose(drive.serial, ())
     yield drive
     hardware.restore(drive.serial)
@@ -108,7 +108,7 @@ def test_the_suite_holds_while_the_hardware_fails(breaking: Drive, hardware: Har
 
 
 def test_a_medium_error_names_the_device_and_the_rest_can_be_read(machine: Machine) -> None:
-    drive = next(drive for drive in machine.drives if drive.error_sectors)
+    drive = drive_of(machine, "drive with lost sectors", lambda drive: bool(drive.error_sectors))
     start = drive.error_sectors[0] * 512
     for way in list(WAYS)[:2]:
         site = new_site()

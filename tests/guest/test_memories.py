@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.guest.drives import APPEARS_S, generic_path
-from tests.guest.memories import dax_of, volatile_of
+from tests.guest.drives import APPEARS_S, generic_path, sound
+from tests.guest.memories import dax_of, two_nodes, volatile_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy
 from tierloop.devices.conformance.runner import Check, carry_out, carry_out_machine, checks_of
@@ -70,8 +70,10 @@ def cxl_node(machine: Machine) -> Iterator[int]:
 @pytest.fixture(scope="module")
 def memory_only(machine: Machine) -> Callable[[Site], Device]:
     """Opens the node without processors."""
-    node = next(node.id for node in machine.nodes if not node.cpus)
-    return lambda site: open_cpu("cpu0", site, {"capacity": 8 * MIB, "node": node, "threads": 1})
+    without = [node.id for node in machine.nodes if not node.cpus]
+    if not without:
+        pytest.skip("this machine has no node without processors")
+    return lambda site: open_cpu("cpu0", site, {"capacity": 8 * MIB, "node": without[0], "threads": 1})
 
 
 @pytest.mark.parametrize("check", [*ON_NODES, *KERNELS])
@@ -118,7 +120,7 @@ def test_the_suite_holds_on_a_node_of_cxl_memory(cxl_node: int, check: Check) ->
 def test_a_region_that_was_registered_is_reported_where_it_is(machine: Machine, cxl_node: int) -> None:
     """Pinning moves pages out of a movable zone, and that of CXL memory is one."""
     site = Site(clock=WallClock(), checker=HazardChecker())
-    serial = next(drive.serial for drive in machine.drives if not drive.error_sectors)
+    serial = sound(machine).serial
     devices: dict[str, Device] = {
         "cpu0": open_cpu("cpu0", site, {"capacity": 8 * MIB, "threads": 1, "reaches": ["cxl0"]}),
         "cxl0": open_cxl("cxl0", site, {"node": cxl_node, "capacity": 2 * MIB}),
@@ -157,7 +159,7 @@ def setting(path: Path, value: str) -> Iterator[None]:
 
 
 def test_the_kernels_own_weights_are_used_where_they_are_the_wanted_ones(machine: Machine) -> None:
-    nodes = [machine.nodes[0].id, machine.nodes[-1].id]
+    nodes = two_nodes(machine)
     if not (WEIGHTS / f"node{nodes[0]}").exists():
         pytest.skip("this kernel has no weights (6.9)")
     with setting(WEIGHTS / f"node{nodes[0]}", "3"), setting(WEIGHTS / f"node{nodes[1]}", "1"):
@@ -182,6 +184,6 @@ def test_tiering_behind_us_is_seen_when_it_is_switched_on() -> None:
         setting(Path("/sys/kernel/mm/numa/demotion_enabled"), "1"),
     ):
         busy = tiering(HOST)
-    assert quiet == ()
-    assert len(busy) >= 2
+    assert len(set(busy) - set(quiet)) >= 2
+    assert not set(quiet) - set(busy)
     assert all(one.off for one in busy)

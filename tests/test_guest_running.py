@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -78,6 +79,16 @@ def test_what_qemu_complains_of_is_passed_on(boot: Boot) -> None:
 
 def test_a_guest_that_is_switched_off_has_no_status(boot: Boot) -> None:
     assert "switched off before the command ended" in boot("exit 0").reason
+
+
+def test_a_full_results_folder_is_no_success(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(1 << 40, 0, 4096 if folder == results else 1 << 40))
+    outcome = boot("touch $run/ready; echo 0 > $run/status", results=results)
+    assert outcome.exit_code == running.NO_STATUS
+    assert f"the disk of {results} is full" in outcome.reason
 
 
 def test_a_command_that_never_ends_is_ended(boot: Boot) -> None:

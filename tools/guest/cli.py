@@ -141,9 +141,7 @@ def check(
         with results(as_json) as shown:
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
     elif verdict.found is None and verdict.outcome.status is not None:
-        full = shutil.disk_usage(folder).free < 1 << 20
-        why = f"the disk of {folder} is full" if full else f"exit status {verdict.outcome.status}"
-        say(f"guest: pytest left no results ({why})")
+        say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
     raise typer.Exit(0 if verdict.good else 1)
 
 

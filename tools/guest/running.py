@@ -4,6 +4,9 @@ What must hold: the caller gets the command's exit status, or a reason why there
 console; whatever ends the caller (an error, Ctrl-C, a signal that cannot be caught) ends QEMU, too, and the folder of
 the run goes. Several guests run at once: each has a folder, drives and sockets of its own.
 
+A results folder whose disk is full is a run without a status, whatever the command said: the guest's file system (9p)
+tells it that all bytes were written when some were not.
+
 The command's standard output and error come out as it prints them, each on its own; the kernel's console does not mix
 with them. The command reads from nothing.
 """
@@ -37,6 +40,8 @@ _BOOT_S = 240
 _GRACE_S = 5
 _MARGIN_MIB = 512
 _BEGINS_S = 60
+_FULL_NBYTES = 1 << 16
+"""Bytes that are free on a disk that is full: less than a few blocks."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,12 @@ def _outcome(guest: Guest, boot_s: float | None, wall_s: float) -> Outcome:
     console = last_lines(run_folder / "console")
     try:
         status = int((run_folder / "status").read_text())
+        results = guest.files.results
+        if results is not None and _is_full(results):
+            reason = (
+                f"the disk of {results} is full: what was written there is cut short (the command ended with {status})"
+            )
+            return Outcome(None, reason, tuple(console), boot_s, round(wall_s, 1))
         return Outcome(status, "", tuple(console), boot_s, round(wall_s, 1))
     except (OSError, ValueError):
         pass
@@ -227,7 +238,7 @@ def _stopped(guest: Guest, reason: str, boot_s: float | None, wall_s: float) -> 
 
 
 def _is_full(folder: Path) -> bool:
-    return shutil.disk_usage(folder).free < 1 << 20
+    return shutil.disk_usage(folder).free < _FULL_NBYTES
 
 
 def _forget_the_dead(places: Places) -> None:
@@ -259,6 +270,7 @@ def _prepare(
         "PORT_MAC": PORT_MAC,
         "WIRE_MAC": choices.wire.mac if choices.wire else "",
         "WIRE": choices.wire.address if choices.wire else "",
+        "TERMINAL": "rows {0.lines} cols {0.columns}".format(shutil.get_terminal_size()),
     }
     exported = {
         "TIERLOOP_GUEST_QMP": GUEST_QMP,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,22 +116,36 @@ def test_no_qemu_outlives_an_interruption(boot: Boot, tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
+@pytest.fixture
+def command_line(tmp_path: Path) -> Callable[..., tuple[list[str], dict[str, str], Places]]:
+    """The words and environment of `tierloop guest …` on a small machine whose QEMU is a script."""
+
+    def made(text: str, verb: str, *more: str) -> tuple[list[str], dict[str, str], Places]:
+        places = Places(tmp_path / "rig")
+        places.layers.mkdir(parents=True)
+        write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+        (tmp_path / "small.toml").write_text("[[node]]\nid = 0\nmib = 64\ncpus = 1\n")
+        script = tmp_path / "qemu"
+        script.write_text(f"#!/bin/bash\n{RUN_FOLDER}{text}\n")
+        script.chmod(0o755)
+        code = "import sys; from tierloop.tools.cli import main; sys.exit(main())"
+        options = ["--machine", str(tmp_path / "small.toml"), "--qemu", str(script)]
+        environment = {**os.environ, "TIERLOOP_GUEST": str(places.root), "PYTHONPATH": os.pathsep.join(sys.path)}
+        return [sys.executable, "-c", code, "guest", verb, *options, *more], environment, places
+
+    return made
+
+
+Line = Callable[..., tuple[list[str], dict[str, str], Places]]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_line_leaves_no_qemu_and_no_folder(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_command_line_leaves_no_qemu_and_no_folder(command_line: Line, number: signal.Signals) -> None:
     """The whole of `tierloop guest run`, and the real signal: as Ctrl-C, to the program in front."""
-    places = Places(tmp_path / "rig")
-    places.layers.mkdir(parents=True)
-    write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
-    (tmp_path / "small.toml").write_text("[[node]]\nid = 0\nmib = 64\ncpus = 1\n")
-    script = tmp_path / "qemu"
-    script.write_text(f"#!/bin/bash\n{RUN_FOLDER}touch $run/ready; echo begun > $run/stdout; exec sleep 1000\n")
-    script.chmod(0o755)
-    words = ["guest", "run", "--machine", str(tmp_path / "small.toml"), "--qemu", str(script), "--", "true"]
-    environment = {**os.environ, "TIERLOOP_GUEST": str(places.root), "PYTHONPATH": os.pathsep.join(sys.path)}
-    code = "import sys; from tierloop.tools.cli import main; sys.exit(main())"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as caller:
+    words, environment, places = command_line(
+        "touch $run/ready; echo begun > $run/stdout; exec sleep 1000", "run", "--", "true"
+    )
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as caller:
         assert caller.stdout is not None
         assert caller.stdout.readline() == b"begun\n"
         [child] = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
@@ -136,6 +154,32 @@ def test_an_interrupted_command_line_leaves_no_qemu_and_no_folder(tmp_path: Path
     assert (caller.returncode, said) == (128 + number, b"tierloop: interrupted\n")
     assert not Path("/proc", child).exists()
     assert list(places.runs.iterdir()) == []
+
+
+def test_a_shell_has_the_terminal_and_ends_with_its_status(command_line: Line) -> None:
+    text = 'touch $run/ready; read -r line; echo "got $line"; grep TERMINAL $run/settings; echo 7 > $run/status'
+    words, environment, places = command_line(text, "shell")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 101, 0, 0))
+    environment = {name: value for name, value in environment.items() if name not in ("LINES", "COLUMNS")}
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as shell:
+        os.close(theirs)
+        os.write(ours, b"hello\n")
+        said = b""
+        while b"TERMINAL" not in said or not said.endswith(b"\n"):
+            said += os.read(ours, 4096)
+        assert shell.wait(60) == 7
+    os.close(ours)
+    assert b"got hello" in said
+    assert b"TERMINAL='rows 33 cols 101'" in said
+    assert list(places.runs.iterdir()) == []
+
+
+def test_a_shell_without_a_terminal_is_refused(command_line: Line) -> None:
+    words, environment, _ = command_line("exit 1", "shell")
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert "guest shell needs a terminal" in done.stderr
 
 
 def test_no_qemu_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ class Placements:
         placement = look(region)
         key = (region.memory, region.id)
         with self._guard:
+            if region.freed:  # meanwhile: it stands in the report already, as it was found last
+                return placement
             before = self._last.get(key)
             self._last[key] = placement
             if placement.elsewhere and (before is None or before.found != placement.found):

@@ -8,8 +8,9 @@ it gives back too early likewise. What is enqueued may also stay undone although
 questions.
 
 `fail_next` makes the next work or the next question fail as torch would; `refuse_registration` makes registering fail;
-`hold` keeps events from being done. Memory is finite: `capacity` bytes, of which slabs take theirs. New slabs are full
-of a pattern, not of zeros. Stand-ins of one `Board` reach each other's memory.
+`hold` keeps events from being done. What is enqueued `beside` another GPU's stream comes after all that this stream has
+so far, and what comes there later comes after it, as in CUDA. Memory is finite: `capacity` bytes, of which slabs take
+theirs. New slabs are full of a pattern, not of zeros. Stand-ins of one `Board` reach each other's memory.
 """
 
 from __future__ import annotations
@@ -150,7 +151,16 @@ class HostAccelerator:
                 raise torch.OutOfMemoryError(f"out of memory: tried to allocate a tensor on {self.name}")
             self._lost = True
             self._alive()
-        stream.line.append(work)
+        if beside is None:
+            stream.line.append(work)
+            return
+        for earlier, later in ((beside, stream), (stream, beside)):  # before the work, and behind it
+            earlier.events += 1
+            event = Event(earlier, earlier.events)
+            earlier.line.append(event)
+            later.line.append((event,))
+            if later is stream:
+                stream.line.append(work)
 
     def record(self, stream: Stream) -> Event:
         self._alive()
@@ -170,9 +180,16 @@ class HostAccelerator:
         if self._held:
             return False
         for _ in range(self._random.randrange(1, 4)):
-            ready = [stream for stream in self._streams if self._can_step(stream)]
+            ready = [
+                (member, stream)
+                for member in (self._board.members if self._board is not None else [self])
+                if not member._held and not member._lost
+                for stream in member._streams
+                if member._can_step(stream)
+            ]
             if ready:
-                self._step(self._random.choice(ready))
+                member, stream = self._random.choice(ready)
+                member._step(stream)
         if event.at_ns >= 0:
             event.questions += 1
             if self._eager or event.questions >= self._random.randrange(1, self._questions + 1):

@@ -33,6 +33,7 @@ from tierloop.devices.system import FileKind, FileStatus
 
 _DEVTMPFS = os.makedev(0, 6)
 _FIRST_FD = 1 << 20
+_CALLS = 1 << 16
 """Descriptors of a model do not look like those of the process: one that gets to the real system is EBADF there."""
 
 
@@ -202,7 +203,7 @@ class ModelKernel:
     """A machine of nodes and a tree; see the top of the file.
 
     The back door: `tree`, `nodes`, `remove` (hot unplug: open descriptors are ENODEV from then on), `fail_next`, and
-    `calls`, the names of all calls that were made, in order.
+    `calls`, the names of the latest 65,536 calls or more, in order.
     """
 
     def __init__(
@@ -388,6 +389,8 @@ class ModelKernel:
         """Note the call, let it fail if that was asked for, and answer it alone."""
         with self._guard:
             self.calls.append(call)
+            if len(self.calls) > 2 * _CALLS:
+                del self.calls[:-_CALLS]
             for fault in self._faults:
                 if fault[0] == call:
                     self._faults.remove(fault)

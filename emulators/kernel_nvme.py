@@ -27,6 +27,7 @@ from collections.abc import Callable
 
 from tierloop.emulators.kernel import ModelKernel, Tree
 from tierloop.emulators.kernel_memory import DeviceMemory, ProcessMemory
+from tierloop.emulators.kernel_numa import NumaMemory
 from tierloop.emulators.kernel_nvme_host import NvmeHost, Time
 from tierloop.emulators.kernel_nvme_nodes import (
     ADMIN_MAJOR,
@@ -63,9 +64,13 @@ class NvmeMachine(ModelKernel):
         for nsid in range(1, len(controller.namespaces) + 1):
             self.add(f"/dev/ng0n{nsid}", GenericNode(host, commands, nsid))
             self.add(f"/dev/nvme0n{nsid}", BlockNode(host, commands, nsid))
-        Rings(self, self._begin, self._pass_time, host.memory.check, host.disown, seed)
+        self._rings = Rings(self, self._begin, self._pass_time, host.memory.check, host.disown, seed)
         if held:
             self.hold()
+
+    def pin_on(self, memory: NumaMemory) -> None:
+        """The process's memory lies on these nodes: what is registered with io_uring from now on is pinned there."""
+        self._rings.pin, self._rings.unpin = memory.pin, memory.unpin
 
     def hold(self) -> None:
         """Completions of input and output do not come back any more."""
@@ -123,7 +128,8 @@ def nvme_machine(
     """A machine whose drive has `namespaces` of `capacity` bytes each.
 
     `media` makes the medium of a namespace from its capacity (a plain one of 3 GB/s if it is not given), and
-    `unit_nbytes` is the grid of it. `seed` is for the order in which completions come back through io_uring.
+    `unit_nbytes` is the grid of it, if it does not say that itself. `seed` is for the order in which completions come
+    back through io_uring.
     """
     figures = figures or NvmeFigures()
     if namespaces < 1:

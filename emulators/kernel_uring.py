@@ -253,6 +253,9 @@ class Rings:
         self._kernel, self._carry_out, self._pass_time = kernel, carry_out, pass_time
         self._check, self._let_go = check, let_go
         self._shuffle = random.Random(seed)
+        self.pin: Callable[[int, int], None] = lambda address, nbytes: None
+        self.unpin: Callable[[int, int], None] = lambda address, nbytes: None
+        """What happens to memory when it is registered, and when it is not any more; `pin` may refuse: OSError."""
         kernel.answer(SYS_IO_URING_SETUP, self._setup)
         kernel.answer(SYS_IO_URING_ENTER, self._enter)
         kernel.answer(SYS_IO_URING_REGISTER, self._register)
@@ -272,7 +275,7 @@ class Rings:
         def carry_out(submission: Submission, reply: Reply) -> Held | None:
             return self._carry_out(made, submission, reply)
 
-        made = ModelRing(entries, params, FEATURES, carry_out, self._shuffle, self._pass_time, self._let_go)
+        made = ModelRing(entries, params, FEATURES, carry_out, self._shuffle, self._pass_time, self._closed)
         return self._kernel.install("anon_inode:[io_uring]", made)
 
     def _enter(self, fd: int, to_submit: int, min_complete: int, flags: int, argument: int = 0, size: int = 0) -> int:
@@ -296,7 +299,26 @@ class Rings:
                 if not address or not 0 < nbytes <= _LARGEST_BUFFER:
                     raise failure(errno.EFAULT)
                 self._check(address, nbytes)
-        return made.register(opcode, buffers)
+        before = made.buffers or []
+        result = made.register(opcode, buffers)
+        for buffer in before:
+            self.unpin(*buffer)
+        try:
+            for buffer in buffers:
+                self.pin(*buffer)
+        except OSError:
+            self._let_pins_go(made)
+            raise
+        return result
+
+    def _closed(self, closed: ModelRing) -> None:
+        self._let_pins_go(closed)
+        self._let_go(closed)
+
+    def _let_pins_go(self, made: ModelRing) -> None:
+        for buffer in made.buffers or []:
+            self.unpin(*buffer)
+        made.buffers = None
 
     def _ring(self, fd: int) -> ModelRing:
         node = self._kernel.node_of(fd)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 HOST_NBYTES = 256 << 20
 DRIVE_NBYTES = GPU_NBYTES = 64 << 20
 LINE_NBYTES, PAGE_NBYTES = 64, 4096
-DEADLINE_S = 2.0
-"""How long a device may take, so that what hangs on purpose is given up soon."""
+DEADLINE_S = 4.0
+"""How long a device may take: what hangs on purpose ends soon, and a busy host is not taken for one that hangs."""
 
 
 def open_modelled(kinds: Sequence[str], site: Site) -> Platform:

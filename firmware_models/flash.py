@@ -128,6 +128,11 @@ class FlashModel:
         self._sort_faults()
 
     @property
+    def unit_nbytes(self) -> int:
+        """The grid that ranges lie on."""
+        return self.geometry.unit_nbytes
+
+    @property
     def host_units(self) -> int:
         """Units that the host wrote."""
         return int(self._counters[HOST_UNITS])
@@ -153,15 +158,25 @@ class FlashModel:
         return bool(self._counters[READ_ONLY])
 
     @property
+    def percentage_used(self) -> int:
+        """Erasures of the main area in percent of the rated cycles, at most 255; 0 where those are not known."""
+        g = self.geometry
+        if not g.rated_cycles:
+            return 0
+        main = self._tables.erases.reshape(g.dies, -1)[:, : g.main_blocks]
+        return min(int(main.sum()) * 100 // (main.size * g.rated_cycles), 255)
+
+    @property
+    def spare_percent(self) -> int:
+        """What is left of the reserve, 100 where there never was one."""
+        reserve = self.geometry.dies * self.geometry.reserve_blocks
+        return int(self._tables.reserve.sum()) * 100 // reserve if reserve else 100
+
+    @property
     def health(self) -> FlashHealth:
         """What the drive reports about itself."""
         g, count = self.geometry, self._counters.tolist()
         unit = g.unit_nbytes
-        used = 0
-        if g.rated_cycles:
-            main = self._tables.erases.reshape(g.dies, -1)[:, : g.main_blocks]
-            used = min(int(main.sum()) * 100 // (main.size * g.rated_cycles), 255)
-        reserve = g.dies * g.reserve_blocks
         return FlashHealth(
             host_written=count[HOST_UNITS] * unit,
             host_read=count[READ_UNITS] * unit,
@@ -176,8 +191,8 @@ class FlashModel:
             bad_blocks=count[BAD_BLOCKS],
             suspends=count[SUSPENDS],
             retries=count[RETRIES],
-            spare_percent=int(self._tables.reserve.sum()) * 100 // reserve if reserve else 100,
-            percentage_used=used,
+            spare_percent=self.spare_percent,
+            percentage_used=self.percentage_used,
             read_only=self.read_only,
         )
 

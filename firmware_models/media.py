@@ -66,6 +66,23 @@ class Timed(Firmware, Protocol):
         """It is `now_ns`: what comes next comes then. Called before `access` and `plan`; time does not run back."""
 
 
+@runtime_checkable
+class Wearing(Protocol):
+    """Firmware whose medium wears out and that says how far it is."""
+
+    @property
+    def percentage_used(self) -> int:
+        """How much of its rated life the medium has had, in percent, at most 255."""
+
+    @property
+    def spare_percent(self) -> int:
+        """What is left of the reserve for blocks that fail."""
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the medium takes no more writes."""
+
+
 def parallel(busy_ns: int, units: int, alone_ns: int) -> int:
     """The share of `units` equal parts that are busy for `busy_ns` in all while `alone_ns` pass, rounded up."""
     if alone_ns <= 0:

@@ -46,7 +46,7 @@ class NvmeController:
             defaults, len(self.namespaces), figures.vectors, figures.power_states, figures.volatile_cache
         )
         self._powered = True
-        self._removed = False
+        self._removed = self._shut = False
         self._registers = regs.Registers(figures)
         self._engine = Engine(figures, namespaces, memory, features, self._running, self._fatal)
 
@@ -156,10 +156,10 @@ class NvmeController:
         self._engine.drop(times)
 
     def age(self, used_percent: int, spare_percent: int = 100) -> None:
-        """The medium is worn; a spare below its threshold is a critical warning."""
+        """The drive is worn at least so far, whatever its media say; a spare below its threshold is a warning."""
         if used_percent < 0 or not 0 <= spare_percent <= 100:
             raise ValueError(f"used {used_percent} %, spare {spare_percent} %: at least 0, and 0 … 100")
-        self.health.used_percent, self.health.spare_percent = used_percent, spare_percent
+        self.health.aged_percent, self.health.aged_spare_percent = used_percent, spare_percent
         self._engine.watch()
 
     def set_temperature(self, kelvin: int) -> None:
@@ -183,11 +183,11 @@ class NvmeController:
         """
         if not unsafe:
             self._shut_down(flush=True)
-        if regs.bits(self._registers.csts, 3, 2) != regs.SHUTDOWN_COMPLETE:
+        if not self._shut:
             self.health.unsafe_shutdowns += 1
         for namespace in self.namespaces:
             namespace.lose_power()
-        self._powered = False
+        self._powered = self._shut = False
         self._registers = regs.Registers(self.figures)
         self._engine.clear()
 
@@ -214,11 +214,12 @@ class NvmeController:
     def _configure(self, value: int) -> None:
         r = self._registers
         was, r.cc = r.cc, value & 0x00FFFFF1
+        self._engine.queues.shifts = (regs.bits(r.cc, 19, 16), regs.bits(r.cc, 23, 20))
         if was & regs.ENABLE and not value & regs.ENABLE:
             self._registers.csts = 0
             self._engine.clear()
         elif value & regs.ENABLE and not was & regs.ENABLE:
-            r.csts = 0
+            r.csts, self._shut = 0, False
             self._engine.at(self.figures.ready_ns, self._become_ready)
         if regs.bits(value, 15, 14) and not regs.bits(was, 15, 14) and not regs.bits(r.csts, 3, 2):
             r.csts |= regs.SHUTDOWN_OCCURRING << 2
@@ -235,7 +236,7 @@ class NvmeController:
             self._fatal()
             return
         queues = self._engine.queues
-        queues.page, queues.shifts = page, (regs.bits(r.cc, 19, 16), regs.bits(r.cc, 23, 20))
+        queues.page = page
         queues.start(r.asq, sq, r.acq, cq)
         self._engine.start(weighted=ams == 1)
         r.csts |= regs.READY
@@ -244,6 +245,7 @@ class NvmeController:
         if flush:
             for namespace in self.namespaces:
                 namespace.flush()
+        self._shut = True
         self._registers.csts = self._registers.csts & ~0xC | regs.SHUTDOWN_COMPLETE << 2
 
     def _fatal(self) -> None:

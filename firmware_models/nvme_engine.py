@@ -1,6 +1,7 @@
 """The part of an NVMe controller that works: it fetches commands, gives them to the medium, and posts their ends.
 
-A command is fetched when its queue was rung and there is room for it (`window`). It reaches the medium `command_ns`
+A command is fetched when its queue was rung and there is room for it (`window`; administrative commands always find
+some). It reaches the medium `command_ns`
 later, waits there until the part of the medium that it needs is free, first come first served, and ends when the medium
 is done. Its data moves then, and then its completion is posted, or waits for room in its queue. What belongs to
 registers is in nvme_controller.py, which starts and stops the engine.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tierloop.firmware_models.media import WHOLE
+from tierloop.firmware_models.media import WHOLE, Wearing
 from tierloop.firmware_models.nvme_admin import AdminCommands
 from tierloop.firmware_models.nvme_features import Feature, Features
 from tierloop.firmware_models.nvme_health import HOT, SPARE, SPARE_LOW, TEMPERATURE, WORN, Event, Events, Health
@@ -47,7 +48,7 @@ class _Flight:
 
     sq: SubmissionQueue
     entry: Entry
-    slot: bool = True
+    slot: bool
     named: bool = True
     ended: bool = False
 
@@ -65,7 +66,9 @@ class Engine:
         broken: Callable[[], None],
     ) -> None:
         self.figures, self.features = figures, features
-        self.health, self.history = Health(), deque[MediaOperation](maxlen=_HISTORY)
+        media = tuple({id(ns.media): ns.media for ns in namespaces}.values())
+        self.health = Health(tuple(medium for medium in media if isinstance(medium, Wearing)))
+        self.history = deque[MediaOperation](maxlen=_HISTORY)
         self.now_ns = 0
         self.queues = QueueSet(figures, features)
         self._memory, self._running, self._broken = memory, running, broken
@@ -170,8 +173,10 @@ class Engine:
 
     def fetch(self) -> None:
         """Fetch what there is room for."""
-        while self._running() and sum(flight.slot for flight in self._flights) < self.figures.window:
-            sq = self._arbiter.choose(self.queues.sq, self.features.value(Feature.ARBITRATION))
+        while self._running():
+            full = sum(flight.slot for flight in self._flights) >= self.figures.window
+            queues = {0: self.queues.sq[0]} if full else self.queues.sq
+            sq = self._arbiter.choose(queues, self.features.value(Feature.ARBITRATION))
             if sq is None:
                 return
             try:
@@ -180,7 +185,7 @@ class Engine:
                 self._broken()
                 return
             sq.step()
-            self._begin(_Flight(sq, entry, named=entry.cid not in sq.flying))
+            self._begin(_Flight(sq, entry, slot=bool(sq.qid), named=entry.cid not in sq.flying))
 
     def _begin(self, flight: _Flight) -> None:
         sq, entry = flight.sq, flight.entry
@@ -190,12 +195,17 @@ class Engine:
             return
         sq.flying.add(entry.cid)
         status = self._injected_for(flight)
-        if status:
+        if sq.qid == 0 and self._aborts() > self.figures.aborts:
+            self._later(flight, self.figures.command_ns, _refusing(Refused(Status.ABORT_LIMIT)))
+        elif status:
             self._later(flight, self.figures.command_ns, _refusing(_injected(status)))
         elif sq.qid == 0:
             self._later(flight, self.figures.admin_ns, lambda: self._carry_out(flight))
         else:
             self._begin_io(flight)
+
+    def _aborts(self) -> int:
+        return sum(flight.sq.qid == 0 and flight.entry.opcode == Admin.ABORT for flight in self._flights)
 
     def _injected_for(self, flight: _Flight) -> int:
         for fault in self._injected:
@@ -208,7 +218,7 @@ class Engine:
 
     def _begin_io(self, flight: _Flight) -> None:
         try:
-            work = self._io.begin(flight.entry, self.queues.page)
+            work = self._io.begin(flight.entry, self.queues.page, self.now_ns + self.figures.command_ns)
         except Refused as refused:
             self._later(flight, self.figures.command_ns, _refusing(refused))
             return
@@ -255,6 +265,8 @@ class Engine:
         started = self.now_ns
 
         def noted() -> int:
+            if work.op == "write" and self.health.media:
+                self.watch()  # it may have taken the last spare block
             if work.op != "none":
                 self.history.append(MediaOperation(work.op, work.nsid, work.lba, work.blocks, started, self.now_ns))
             return finish()
@@ -295,19 +307,22 @@ class Engine:
         flight.ended = True
         self._flights.remove(flight)
         sq = flight.sq
-        if flight.named:
-            sq.flying.discard(flight.entry.cid)
         if sq.qid and self._drops:
             self._drops -= 1
+            if flight.named:
+                sq.flying.discard(flight.entry.cid)
             return
         queue = self.queues.cq[sq.cqid]
-        queue.waiting.append(Answer(result, 0, sq.head, sq.qid, flight.entry.cid, 0, status))
+        queue.waiting.append((Answer(result, 0, 0, sq.qid, flight.entry.cid, 0, status), sq, flight.named))
         self._drain(queue)
 
     def _drain(self, queue: CompletionQueue) -> None:
-        """Post what there is room for."""
+        """Post what there is room for. The identifier of a command is free once its completion is posted."""
         while queue.waiting and not queue.full:
-            answer = queue.waiting.popleft()._replace(phase=queue.phase)
+            answer, sq, named = queue.waiting.popleft()
+            answer = answer._replace(phase=queue.phase, sq_head=sq.head)
+            if named:
+                sq.flying.discard(answer.cid)
             try:
                 self._memory.write(queue.next_address(), answer.pack())
             except (OSError, ValueError, OverflowError):
@@ -346,7 +361,6 @@ class Engine:
         """Asynchronous Event Request: it stays until there is an event."""
         if len(self._listeners) >= self.figures.event_requests:
             raise Refused(Status.ASYNC_EVENT_LIMIT)
-        flight.slot = False
         self._listeners.append(flight)
         self._tell()
 

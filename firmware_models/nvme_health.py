@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tierloop.firmware_models.media import Wearing
+
 SPARE, TEMPERATURE, RELIABILITY, READ_ONLY, BACKUP = (1 << bit for bit in range(5))
 """Bits of the critical warning."""
 
@@ -90,12 +92,17 @@ class Events:
 
 @dataclass
 class Health:
-    """The counters; temperatures in kelvin."""
+    """The counters; temperatures in kelvin.
 
+    What is used and what is spare is what the worst of the media say that wear, or what a back door has said
+    (`aged_percent`, `aged_spare_percent`) where that is worse.
+    """
+
+    media: tuple[Wearing, ...] = ()
     temperature_k: int = 310
-    spare_percent: int = 100
+    aged_spare_percent: int = 100
     spare_threshold: int = 10
-    used_percent: int = 0
+    aged_percent: int = 0
     forced_warnings: int = 0
     read_units: int = 0
     written_units: int = 0
@@ -110,13 +117,24 @@ class Health:
     log: deque[Failure] = field(default_factory=deque)
 
     @property
+    def used_percent(self) -> int:
+        """How much of its rated life the drive has had; more than 100 is possible."""
+        return max([self.aged_percent, *(medium.percentage_used for medium in self.media)])
+
+    @property
+    def spare_percent(self) -> int:
+        """What is left of the reserve."""
+        return min([self.aged_spare_percent, *(medium.spare_percent for medium in self.media)])
+
+    @property
     def read_only(self) -> bool:
-        """The medium takes no more writes."""
+        """A back door has said that nothing takes writes any more."""
         return bool(self.forced_warnings & READ_ONLY)
 
     def warnings(self, over_k: int, under_k: int) -> int:
         """The critical warning bits that hold now."""
         bits = self.forced_warnings
+        bits |= READ_ONLY if self.media and all(medium.read_only for medium in self.media) else 0
         bits |= SPARE if self.spare_percent < self.spare_threshold else 0
         bits |= TEMPERATURE if self.temperature_k >= over_k or self.temperature_k <= under_k else 0
         return bits

@@ -98,7 +98,7 @@ def controller_page(figures: NvmeFigures, namespaces: Sequence[Namespace]) -> by
     struct.pack_into("<HH", page, 266, figures.warning_k, figures.critical_k)
     page[280:296] = sum(ns.capacity for ns in namespaces).to_bytes(16, "little")
     page[512], page[513] = 0x66, 0x44
-    struct.pack_into("<HIH", page, 514, figures.queue_entries, len(namespaces), _ONCS)
+    struct.pack_into("<HIH", page, 514, min(figures.queue_entries, 0xFFFF), len(namespaces), _ONCS)
     page[525] = 0b110 | figures.volatile_cache  # Flush takes all namespaces at once
     struct.pack_into("<HH", page, 526, 255, 0)
     struct.pack_into("<I", page, 536, (1 | 1 << 16) if figures.sgl else 0)
@@ -120,6 +120,7 @@ def namespace_page(figures: NvmeFigures, nsid: int, ns: Namespace) -> bytes:
     page[25] = len(_LBA_FORMATS) - 1
     page[26] = _LBA_FORMATS.index(ns.lba_nbytes.bit_length() - 1)
     page[33] = 0b1001  # deallocated blocks read as zeros; Write Zeroes may deallocate
+    page[99] = ns.worn_out  # write protected, for whatever reason
     page[48:64] = ns.capacity.to_bytes(16, "little")
     identity = ns.identity(figures.serial, nsid)
     page[104:120], page[120:128] = identity, identity[8:]

@@ -54,6 +54,7 @@ class IoCommands:
     ) -> None:
         self._figures, self._namespaces, self._memory = figures, namespaces, memory
         self._features, self._health = features, health
+        self._at_ns = 0
         self._begin: dict[int, Callable[[Entry, Namespace, int], Work]] = {
             Io.READ: self._read,
             Io.WRITE: self._write,
@@ -63,8 +64,9 @@ class IoCommands:
             Io.DATASET_MANAGEMENT: self._dataset,
         }
 
-    def begin(self, entry: Entry, page: int) -> Work:
-        """Check a command; `page` is the host's page size. Raises Refused."""
+    def begin(self, entry: Entry, page: int, at_ns: int) -> Work:
+        """Check a command that reaches its medium at `at_ns`; `page` is the host's page size. Raises Refused."""
+        self._at_ns = at_ns
         if entry.opcode not in self._begin and entry.opcode != Io.FLUSH:
             raise Refused(Status.INVALID_OPCODE, byte=0)
         if entry.flags & 0x3F:
@@ -83,6 +85,8 @@ class IoCommands:
 
         def finish() -> int:
             self._refuse(refusal)
+            if entry.cdw[2] & _FUA:
+                ns.commit(entry.lba, count)
             scatter(self._memory, pieces, ns.load(entry.lba, count))
             self._health.reads += 1
             self._health.read_units += count * (ns.lba_nbytes // 512)
@@ -108,7 +112,10 @@ class IoCommands:
         if entry.cdw[2] & _DIRECTIVE:
             raise Refused(Status.INVALID_FIELD, byte=50)
         count, pieces = self._data(entry, ns, page, to_host=False)
-        media, refusal = ns.work("write", entry.lba, count), self._unwritable(entry, ns, count)
+        refusal = self._unwritable(entry, ns, count)
+        media = ns.work("write", entry.lba, count, self._at_ns)
+        if media.fault and refusal is None:
+            refusal = Refused(Status.WRITE_FAULT, lba=entry.lba)
 
         def finish() -> int:
             self._refuse(refusal)
@@ -128,10 +135,12 @@ class IoCommands:
             self._inside(ns, lba, count)
         if not entry.cdw[1] & 4:
             return Work("none", 0, 0, 0, _IDLE, lambda: 0)
+        self._refuse(self._locked(spans[0][0], ns))
+        at_ns = self._at_ns
 
         def finish() -> int:
             for lba, count in spans:
-                ns.work("trim", lba, count)
+                ns.work("trim", lba, count, at_ns)
                 ns.deallocate(lba, count, self._durable(entry, fua=False))
             return 0
 
@@ -157,11 +166,11 @@ class IoCommands:
 
     def _write_zeroes(self, entry: Entry, ns: Namespace, page: int) -> Work:
         count = self._count(entry, ns)
-        refusal = self._unwritable(entry, ns, count)
+        refusal, at_ns = self._unwritable(entry, ns, count), self._at_ns
 
         def finish() -> int:
             self._refuse(refusal)
-            ns.work("trim", entry.lba, count)
+            ns.work("trim", entry.lba, count, at_ns)
             clear = ns.deallocate if entry.cdw[2] & _DEALLOCATE else ns.zero
             clear(entry.lba, count, self._durable(entry))
             return 0
@@ -170,6 +179,7 @@ class IoCommands:
 
     def _write_uncorrectable(self, entry: Entry, ns: Namespace, page: int) -> Work:
         count = self._count(entry, ns)
+        self._refuse(self._locked(entry.lba, ns))
 
         def finish() -> int:
             ns.spoil(entry.lba, count)
@@ -198,7 +208,7 @@ class IoCommands:
 
     def _sense(self, entry: Entry, ns: Namespace, count: int) -> tuple[MediaWork, Refused | None]:
         """Read the medium: what it takes, and why it fails if it does."""
-        media = ns.work("read", entry.lba, count)
+        media = ns.work("read", entry.lba, count, self._at_ns)
         bad = ns.bad_block(entry.lba, count, write=False)
         if bad is not None or media.fault:
             tries = 1 if entry.cdw[2] & _LIMITED_RETRY else self._figures.recovery
@@ -210,9 +220,11 @@ class IoCommands:
 
     def _unwritable(self, entry: Entry, ns: Namespace, count: int) -> Refused | None:
         bad = ns.bad_block(entry.lba, count, write=True)
-        if bad is None and not self._health.read_only:
-            return None
-        return Refused(Status.WRITE_FAULT, lba=entry.lba if bad is None else bad)
+        return self._locked(entry.lba, ns) if bad is None else Refused(Status.WRITE_FAULT, lba=bad)
+
+    def _locked(self, lba: int, ns: Namespace) -> Refused | None:
+        """Why nothing of a namespace can be changed, if its medium takes no more writes."""
+        return Refused(Status.WRITE_FAULT, lba=lba) if self._health.read_only or ns.worn_out else None
 
     def _refuse(self, refusal: Refused | None) -> None:
         if refusal is None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.firmware_models.media import NOTHING, Firmware, MediaWork, Ranges
+from tierloop.firmware_models.media import NOTHING, Firmware, MediaWork, Ranges, Timed, Wearing
 
 
 class _Beneath(NamedTuple):
@@ -29,19 +29,27 @@ class _Beneath(NamedTuple):
 
 
 class Namespace:
-    """`capacity` bytes in blocks of 512 or 4096 bytes; `unit_nbytes` is the grid of the medium's ranges."""
+    """`capacity` bytes in blocks of 512 or 4096 bytes.
+
+    `unit_nbytes` is the grid of the medium's ranges: what the medium says (`unit_nbytes`), else a block.
+    """
 
     def __init__(self, capacity: int, media: Firmware, lba_nbytes: int = 512, unit_nbytes: int | None = None) -> None:
-        unit = lba_nbytes if unit_nbytes is None else unit_nbytes
+        grain = getattr(media, "unit_nbytes", 1)
+        unit = max(lba_nbytes, grain) if unit_nbytes is None else unit_nbytes
         if lba_nbytes not in (512, 4096):
             raise ValueError(f"blocks of {lba_nbytes} bytes; a namespace here has 512 or 4096")
         if capacity < lba_nbytes or capacity % lba_nbytes:
             raise ValueError(f"a capacity of {capacity} bytes is no whole number of {lba_nbytes}-byte blocks")
         if unit < 1 or capacity % unit:
             raise ValueError(f"a capacity of {capacity} bytes is no whole number of units of {unit!r} bytes")
+        if unit % grain:
+            raise ValueError(f"units of {unit} bytes; those of the medium have {grain}, and none can be parted")
         self.capacity, self.lba_nbytes, self.unit_nbytes = capacity, lba_nbytes, unit
         self.blocks = capacity // lba_nbytes
         self.media = media
+        self._timed = media if isinstance(media, Timed) and media.timed else None
+        self._wearing = media if isinstance(media, Wearing) else None
         self._store = memoryview(_zeroed(capacity))
         self._allocated: NDArray[np.bool_] = np.frombuffer(_zeroed(self.blocks), dtype=np.bool_)[: self.blocks]
         self._beneath: dict[int, _Beneath] = {}
@@ -90,6 +98,10 @@ class Namespace:
         self.deallocate(lba, count, durable)
         self._allocated[lba : lba + count] = True
 
+    def commit(self, lba: int, count: int) -> None:
+        """Make what the cache holds of some blocks durable."""
+        self._remember(lba, count, durable=True)
+
     def hole(self, lba: int, count: int) -> int | None:
         """The first block of a range that was never written or is deallocated."""
         holes = np.flatnonzero(~self._allocated[lba : lba + count])
@@ -130,10 +142,17 @@ class Namespace:
 
     # the medium
 
-    def work(self, op: str, lba: int, count: int) -> MediaWork:
-        """What the medium does for a read, write or trim of some blocks; its state changes."""
+    @property
+    def worn_out(self) -> bool:
+        """The medium takes no more writes."""
+        return self._wearing is not None and self._wearing.read_only
+
+    def work(self, op: str, lba: int, count: int, at_ns: int) -> MediaWork:
+        """What the medium does for a read, write or trim of some blocks that it is given then; its state changes."""
         if not count:
             return MediaWork(0, 1, 0)
+        if self._timed is not None:
+            self._timed.advance(at_ns)
         if op == "trim":
             self.media.trim(lba * self.lba_nbytes, count * self.lba_nbytes)
             return MediaWork(0, 1, 0)

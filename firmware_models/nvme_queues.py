@@ -21,7 +21,10 @@ URGENT, HIGH, MEDIUM, LOW = range(4)
 
 @dataclass
 class CompletionQueue:
-    """Filled by the controller. `waiting` are completions for which there is no room yet."""
+    """Filled by the controller. `waiting` are completions for which there is no room yet.
+
+    With each goes the queue of its command, and whether the command's identifier was its own.
+    """
 
     qid: int
     base: int
@@ -32,7 +35,7 @@ class CompletionQueue:
     tail: int = 0
     phase: int = 1
     users: set[int] = field(default_factory=set)
-    waiting: deque[Answer] = field(default_factory=deque)
+    waiting: deque[tuple[Answer, SubmissionQueue, bool]] = field(default_factory=deque)
 
     @property
     def full(self) -> bool:
@@ -64,7 +67,7 @@ class CompletionQueue:
 
 @dataclass
 class SubmissionQueue:
-    """Filled by the host. `flying` are the command identifiers that were fetched and not completed."""
+    """Filled by the host. `flying` are identifiers of commands whose completions are not posted."""
 
     qid: int
     base: int

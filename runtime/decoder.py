@@ -16,6 +16,7 @@ are read by each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Operand
 from tierloop.devices.completion import Completion
+from tierloop.devices.errors import DeviceError
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.regions import Segment
 from tierloop.runtime.bounds import log_probabilities
@@ -93,7 +95,8 @@ class Decoder:
                 queries = request.blocks.folded(layer, prefill.queries[layer])
                 await self._policy.prefilled(request, layer, queries)
         except BaseException:
-            await self._policy.release(request)
+            with suppress(DeviceError):  # commands may be under way; what went wrong is said, and not that
+                await self._policy.release(request)
             raise
         if self._recorder is not None and len(request.tokens) <= request.prompt_tokens + 1:
             scales = request.blocks.scales

@@ -154,9 +154,15 @@ class Loop:
 
 
 async def all_of(waiting: Iterable[Awaitable[Any]]) -> None:
-    """Wait for all; raises the first error in the order given."""
+    """Wait for all, whatever becomes of each; raises the first error in the order given."""
+    failed: Exception | None = None
     for each in waiting:
-        await each
+        try:
+            await each
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class Places:

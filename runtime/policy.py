@@ -43,6 +43,7 @@ from tierloop.devices.spans import Spans
 from tierloop.runtime.blocks import BlockTable, K, Pool, V
 from tierloop.runtime.dtypes import keys_to_bytes, values_to_bytes
 from tierloop.runtime.engine import Engine
+from tierloop.runtime.loop import all_of
 
 Int64 = NDArray[np.int64]
 
@@ -182,8 +183,7 @@ class Policy:
         table.length[layer] = count
         writes = self.measure(request, layer, keys)
         writes += [w for side, rows in ((K, keys), (V, values)) for w in self._write_rows(request, layer, side, rows)]
-        for completion in writes:
-            await completion
+        await all_of(writes)
         table.seal(layer)
 
     def measure(self, request: Request, layer: int, keys: NDArray[np.float32]) -> list[Completion]:

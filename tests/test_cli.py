@@ -417,9 +417,9 @@ def test_conformance_reports_every_check(run_cli: RunCli) -> None:
 @pytest.mark.parametrize(
     ("name", "device", "provenance"),
     [
-        ("pnm:model", "pnm0", "emulated"),
+        ("pnm:model", "pnm:model", "emulated"),
         ("emu:demo-cxl", "emu:demo-cxl", "emulated"),
-        ("nvme:file=", "nvme", "real"),
+        ("nvme:file=", "nvme:file={drive}", "real"),
     ],
 )
 def test_conformance_knows_devices_by_short_names(
@@ -429,10 +429,64 @@ def test_conformance_knows_devices_by_short_names(
     code, out, err = run_cli("conformance", f"{name}{drive}" if name.endswith("=") else name, "--level", "L5", "--json")
     report = json.loads(out)
     assert code == (0 if report["passed"] else 1), err
-    assert (report["device"], report["provenance"], report["failed"]) == (device, provenance, 0)
+    assert (report["device"], report["provenance"], report["failed"]) == (device.format(drive=drive), provenance, 0)
     assert {seen["quantity"] for seen in report["declared_vs_measured"]} >= {"read_bytes_per_s", "write_latency_ns"}
     assert all(seen["measured"] > 0 for seen in report["declared_vs_measured"])
     assert not drive.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nvme:file=", "'nvme:file=' names no file"),
+        ("nvme:file=/", "'nvme:file=/' names no file"),
+        ("nvme:file=small", "small holds 8 bytes; the suite needs 65536 or more"),
+        ("nvme:file=no/such/folder/drive", "no/such/folder/drive: No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_a_drive_is_refused_by_name(
+    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").write_bytes(b"precious")
+    code, out, err = run_cli("conformance", name, "--level", "L0")
+    assert (code, out) == (2, ""), err
+    assert why in err
+    assert (tmp_path / "small").read_bytes() == b"precious"
+
+
+def test_conformance_leaves_a_link_to_nowhere_alone(run_cli: RunCli, tmp_path: Path) -> None:
+    link = tmp_path / "drive"
+    link.symlink_to(tmp_path / "nowhere")
+    code, _, err = run_cli("conformance", f"nvme:file={link}", "--level", "L0")
+    assert code == 2, err
+    assert link.is_symlink()
+
+
+def test_conformance_of_a_new_file_asks_for_the_room_first(
+    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierloop.tools.conformance_subjects.FILE_NBYTES", 1 << 60)
+    code, _, err = run_cli("conformance", f"nvme:file={tmp_path / 'drive'}", "--level", "L0")
+    assert code == 2
+    assert f"{1 << 60}" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_conformance_leaves_nothing_behind_where_it_is_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tierloop.tools.cli", "conformance", "reference"]
+    done = subprocess.run(
+        [*command, "--level", "stateful", "--examples", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_writes_a_platform_only_where_it_can_be_opened_from(run_cli: RunCli, tmp_path: Path) -> None:
+    code, _, err = run_cli("doctor", "--quick", "--write-platform", tmp_path / "here")
+    assert code == 2
+    assert ".toml" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_conformance_of_several_devices_has_a_report_for_each(run_cli: RunCli) -> None:

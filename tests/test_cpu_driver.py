@@ -21,6 +21,7 @@ from tierloop.devices.drivers.cpu import PAGE, Cpu, open_cpu
 from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.reference import open_reference
 from tierloop.devices.errors import (
+    Busy,
     Cancelled,
     ConfigurationError,
     Gone,
@@ -244,6 +245,19 @@ def test_memories_with_a_view_are_reached_when_named(site: Site, device: Cpu) ->
     near.close()
 
 
+def test_a_region_that_another_device_works_on_is_not_freed(site: Site, device: Cpu) -> None:
+    near = open_cpu("near", site, {"capacity": 1 << 20, "reaches": ["dram"]})
+    region, go_on = device.alloc(8), threading.Event()
+    held = near.submit(dense(lambda: go_on.wait(SOON_S)))
+    written = near.submit(Write(region.all(), numbers(8)))
+    with pytest.raises(Busy, match=r"dram: free: <region .*> is used by a command that has not ended"):
+        device.free(region)
+    go_on.set()
+    wait(site.clock, [held, written])
+    device.free(region)
+    near.close()
+
+
 def test_memories_without_a_view_are_refused_at_submit(site: Site) -> None:
     hidden = open_reference("emu:ref", site, {})
     device = open_cpu("dram", site, {"capacity": 1 << 20, "reaches": ["emu:ref"]})
@@ -328,6 +342,8 @@ def test_an_error_that_nobody_looked_at_is_raised_at_close(site: Site) -> None:
         ({"threads": 1.5}, "dram: threads = 1.5"),
         ({"reach": []}, "dram: option 'reach' is unknown: did you mean 'reaches'"),
         ({"reaches": [3]}, "dram: reaches = "),
+        ({"reaches": 3}, "dram: reaches = 3; allowed: a list of names"),
+        ({"queues": 10**7}, "dram: queues = 10000000; allowed: an integer from 1 to 1024"),
     ],
 )
 def test_wrong_options_are_named(site: Site, options: dict[str, Any], message: str) -> None:

@@ -33,6 +33,7 @@ from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
+from tierloop.emulators.kernel_numa import Memory
 
 GIB = 1 << 30
 SMALL: dict[str, Any] = {"capacity": 16 * PAGE, "queues": 1, "threads": 1}
@@ -340,6 +341,25 @@ def test_pages_of_a_pool_are_taken_and_given_back(site: Site, two: Machine) -> N
     device.free(region)
     assert two.kernel.read_text(pool) == "512"
     device.close()
+
+
+def test_a_pool_that_the_kernel_does_not_have_is_unsupported(site: Site) -> None:
+    with pytest.raises(Unsupported, match="this kernel has no huge pages of 1024 MiB"):
+        open_cpu("dram", site, {"huge_pages": "1GiB"}, machine("laptop").kernel)
+
+
+def test_a_node_that_leaves_the_cpuset_at_run_time_is_named_with_those_that_are_left(
+    site: Site, two: Machine, cxl: Cpu
+) -> None:
+    kept, tree = cxl.alloc(PAGE), two.kernel.tree
+    write_bytes(site.clock, cxl, kept.all(), np.full(PAGE, 7, dtype=np.uint8))
+    for path, data in list(tree.files.items()):
+        if path == "/proc/self/status" or path.endswith("cpuset.mems.effective"):
+            tree.files[path] = data.replace(b"0-2,4", b"0-1,4")
+    two.memory.nodes[2] = Memory(two.memory.nodes[2].nbytes, allowed=False)
+    with pytest.raises(NoPermission, match=r"bind: nodes 2 are outside the process's cpuset now; allowed: 0-1,4"):
+        cxl.alloc(PAGE)
+    assert (read_bytes(site.clock, cxl, kept.all()) == 7).all()
 
 
 def test_an_empty_pool_says_which_number_root_has_to_raise(site: Site, two: Machine) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from tests.cxl_rig import MIB, PAGE, DaxNode, devdax, file_of, opened, pair, tre
 from tests.launches import carry_out, every_kernel
 from tests.numa_rig import a_node_of_this_machine
 from tierloop.devices.clocks import VirtualClock, WallClock
-from tierloop.devices.commands import Flush, Read
+from tierloop.devices.commands import Flush, Launch, Read
 from tierloop.devices.device import Device
-from tierloop.devices.drivers import cxl_flush
+from tierloop.devices.drivers import cache_lines
 from tierloop.devices.drivers.cxl import open_cxl
 from tierloop.devices.drivers.cxl_cdat import Rates
 from tierloop.devices.drivers.numa import SYS_MOVE_PAGES
@@ -39,13 +40,14 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.kernels import run
+from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.persistent import keeper
 from tierloop.devices.placement import Placements, memory_nodes
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Segment
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
-from tierloop.devices.system import HostSystem, System, address_of
+from tierloop.devices.system import HOST, HostSystem, System, address_of
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 from tierloop.emulators.kernel import ModelKernel
 from tierloop.emulators.kernel_numa import Memory, NumaMemory
@@ -123,7 +125,9 @@ def test_a_closed_memory_is_gone_and_its_views_stay_harmless(site: Site, tmp_pat
     view[:] = 1
     with pytest.raises(Gone):
         memory.alloc(1)
-    assert (site.arrivals, site.observers) == ([], [])
+    watching = len(site.arrivals), len(site.observers)
+    open_cxl("cxl0", site, {"path": str(file_of(tmp_path))}).close()
+    assert (len(site.arrivals), len(site.observers)) == watching, "nobody is left behind"
 
 
 # -- a file --------------------------------------------------------------------------------------------------------
@@ -212,13 +216,46 @@ def test_a_flush_of_a_file_is_carried_out_by_the_cores(site: Site, tmp_path: Pat
     platform.close()
 
 
-@pytest.mark.parametrize("instruction", ["clflush", cxl_flush.instruction()])
+def _wait(go_on: threading.Event) -> None:
+    assert go_on.wait(30)
+
+
+@pytest.mark.parametrize("form", ["file", "devdax"])
+def test_a_flush_that_comes_after_the_close_made_nothing_durable_and_says_so(
+    site: Site, tmp_path: Path, form: str
+) -> None:
+    options, system = ({"path": "/dev/dax1.0"}, devdax("pmem", "dax1.0")[0]) if form == "devdax" else ({}, HOST)
+    platform = pair(site, options or {"path": str(file_of(tmp_path))}, system)
+    cpu, memory = both(platform)
+    if not memory.info.memories[0].persistent:
+        pytest.skip(memory.info.notes["why"])
+    region, go_on = memory.alloc(PAGE), threading.Event()
+    held = cpu.submit(Launch(Dense("held", 0, 0, 0, lambda reads, writes: _wait(go_on)), (), ()))
+    flushed = cpu.submit(Flush(region.all()))
+    memory.close()
+    go_on.set()
+    wait(site.clock, held)
+    with pytest.raises(Gone, match="was closed before its bytes were made durable"):
+        wait(site.clock, flushed)
+    cpu.close()
+
+
+def test_a_memory_that_keeps_nothing_is_flushed_after_one_of_its_name_that_did(site: Site, tmp_path: Path) -> None:
+    kept = pair(site, {"path": str(file_of(tmp_path))})
+    kept.close()
+    platform = pair(site, {"path": "/dev/dax0.0"}, devdax()[0])
+    cpu, memory = both(platform)
+    wait(site.clock, cpu.submit(Flush(memory.alloc(PAGE).all())))
+    platform.close()
+
+
+@pytest.mark.parametrize("instruction", ["clflush", cache_lines.instruction()])
 def test_lines_that_are_written_back_keep_their_bytes(instruction: str | None) -> None:
-    if instruction is None or cxl_flush.instruction() is None:
+    if instruction is None or cache_lines.instruction() is None:
         pytest.skip("no instruction that writes cache lines back is known on this processor")
     array = np.arange(1000, dtype=np.uint8)
     spans = np.array([[3, 0], [60, 900], [999, 1]], dtype=np.int64)
-    cxl_flush._loop(instruction)(array.ctypes.data, spans)
+    cache_lines.loop(instruction)(array.ctypes.data, spans)
     assert (array == np.arange(1000, dtype=np.uint8)).all()
 
 
@@ -259,7 +296,7 @@ def test_a_persistent_devdax_keeps_its_bytes_and_flushes_lines(site: Site) -> No
     kernel, _ = devdax("pmem", "dax1.0")
     platform = pair(site, {"path": "/dev/dax1.0"}, kernel)
     cpu, memory = both(platform)
-    if cxl_flush.instruction() is None:
+    if cache_lines.instruction() is None:
         assert not memory.info.memories[0].persistent
         assert "is not known on this processor" in memory.info.notes["why"]
         platform.close()

@@ -12,7 +12,7 @@ from tests.cxl_rig import MIB, PAGE, pair
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Flush
 from tierloop.devices.conformance import Suite
-from tierloop.devices.drivers import cxl_flush
+from tierloop.devices.drivers import cache_lines
 from tierloop.devices.drivers.cxl import open_cxl
 from tierloop.devices.drivers.cxl_mailbox import Mailbox
 from tierloop.devices.drivers.cxl_topology import cxl_topology
@@ -142,7 +142,7 @@ def test_a_card_that_is_pulled_out_loses_its_bytes_and_not_the_process(site: Sit
 
 
 def test_flushed_bytes_of_a_persistent_card_outlive_its_power(site: Site) -> None:
-    if cxl_flush.instruction() is None:
+    if cache_lines.instruction() is None:
         pytest.skip("how to write cache lines back is not known on this processor")
     part = CxlPart(volatile_nbytes=0, persistent_nbytes=2 * GRAIN, serial=0x22)
     kernel = machine(RegionPlan((0,), "pmem", align=PAGE), cards=[part])

@@ -110,6 +110,12 @@ def test_the_examples_of_tuning_run(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_the_example_of_real_hardware_runs_on_models_and_says_so() -> None:
+    names = run_blocks(ROOT / "docs" / "real_hardware.md")
+    assert names["drive"].info.model
+    assert names["region"].nbytes == 4096
+
+
 def test_the_example_of_persistence_runs(installed: Callable[[Path], None], capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs" / "persistence.md"
     installed(page)

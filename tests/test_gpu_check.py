@@ -37,6 +37,15 @@ def test_every_part_runs_on_a_stand_in_and_its_numbers_are_not_called_measured()
     json.dumps(found)
 
 
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main(["--out", str(tmp_path / "nowhere" / "x.json")])
+    assert ended.value.code == 2
+    assert "x.json: No such file or directory" in capsys.readouterr().err
+
+
 def test_what_fails_and_what_was_left_out_is_named() -> None:
     found = gpu_check.check(partial(HostAccelerator, capacity=80 * MIB, eager=True), ("identity",), MIB, budget_s=0.0)
     assert found["failed"].keys() == gpu_check.PARTS.keys()

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.attention_case import Case, bytes_of
@@ -115,6 +117,55 @@ def test_threads_may_fault_at_once() -> None:
     os.close(fd)
     assert sums == [0] * 8
     assert len(guard.lost(array)) == 4 * MIB // PAGE
+
+
+def test_losses_in_more_places_than_a_process_has_mappings_for_cost_all_of_the_mapping_and_not_the_process() -> None:
+    beside, other = mapped(PAGE)
+    kept = guard.guarded("test", beside)
+    kept[:] = 7
+    memory, fd = mapped(2 * (guard.MOST_PIECES + 2) * PAGE)
+    array = guard.guarded("test", memory)
+    os.ftruncate(fd, 0)
+    assert not array[: 2 * guard.MOST_PIECES * PAGE : 2 * PAGE].any()
+    assert len(guard.lost(array)) == guard.MOST_PIECES
+    assert array[-1] == 0
+    assert len(guard.lost(array)) == 2 * (guard.MOST_PIECES + 2)
+    assert (kept == 7).all()
+    assert not len(guard.lost(kept))
+    os.close(fd)
+    os.close(other)
+
+
+def test_losses_side_by_side_are_one_place() -> None:
+    pages = guard.MOST_PIECES + 10
+    memory, fd = mapped((pages + 2) * PAGE)
+    array = guard.guarded("test", memory)
+    os.ftruncate(fd, PAGE)
+    array[0] = 7
+    assert not array[2 * PAGE :: PAGE].any()
+    assert guard.lost(array).tolist() == [[page * PAGE, PAGE] for page in range(2, pages + 2)]
+    assert array[0] == 7
+    os.close(fd)
+
+
+@given(
+    st.sets(st.integers(0, 15), max_size=8),
+    st.lists(st.tuples(st.integers(0, 40000), st.integers(0, 9000)), max_size=5),
+)
+def test_the_first_lost_byte_of_a_command_is_named(gone: set[int], spans: list[tuple[int, int]]) -> None:
+    memory, fd = mapped(16 * PAGE)
+    region = Region("test", "test", 0, 14 * PAGE, view=guard.guarded("test", memory)[PAGE : 15 * PAGE])
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    assert region.view is not None
+    touched = [page for page in sorted(gone) if 1 <= page < 15]
+    assert not region.view[[(page - 1) * PAGE for page in touched]].any()
+    lost = [(page - 1) * PAGE for page in touched]
+    named = [max(low, at) for low in lost for at, nbytes in spans if max(low, at) < min(low + PAGE, at + nbytes)]
+    error = guard.loss("test", Flush(Segment(region, Spans(spans or [(0, 0)]))))
+    assert (error is None) == (not named)
+    if error is not None:
+        assert f"byte {min(named)} is lost" in str(error)
 
 
 def test_a_range_ends_with_the_last_view_of_it() -> None:

@@ -165,3 +165,12 @@ def test_a_call_fails_once_where_that_is_asked_for() -> None:
         kernel.open("/dev/echo", os.O_RDWR)
     kernel.close(kernel.open("/dev/echo", os.O_RDWR))
     assert kernel.calls == ["open", "open", "close"]
+
+
+def test_the_calls_of_a_long_run_are_remembered_in_bounded_room() -> None:
+    kernel = ModelKernel(nodes={"/dev/echo": Echo()})
+    for _ in range(300_000):
+        kernel.listdir("/dev")
+    kernel.close(kernel.open("/dev/echo", os.O_RDWR))
+    assert kernel.calls[-2:] == ["open", "close"]
+    assert 65_536 <= len(kernel.calls) <= 2 * 65_536 + 1

@@ -9,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.numa_rig import TREES, machine
+from tierloop.devices.drivers.gpu_probe import gpu_slots
+from tierloop.devices.drivers.host_memory import available_nbytes
+from tierloop.devices.drivers.numa import kernel_weights
+from tierloop.devices.drivers.numa_mapping import free_pages
 from tierloop.devices.drivers.numa_tiering import BALANCING, DAMON, DEMOTION, tiering
-from tierloop.devices.drivers.numa_topology import NODES, NumaTopology, free_nbytes, numa_topology, numbers_of, shown
+from tierloop.devices.drivers.numa_topology import (
+    NODES,
+    Node,
+    NumaTopology,
+    free_nbytes,
+    numa_topology,
+    numbers_of,
+    shown,
+)
 from tierloop.devices.system import HOST
 from tierloop.emulators.kernel import ModelKernel, Tree
 
@@ -174,3 +186,66 @@ def test_balancing_is_a_mask(bits: str, words: list[str]) -> None:
     said = " ".join(map(str, tiering(kernel)))
     assert all(word in said for word in words)
     assert bool(said) == bool(words)
+
+
+NO_NUMBERS = [
+    "\u00b2",
+    "9" * 5000,
+    "-1",
+    "0",
+    "x kB",
+    "1_000",
+    ":",
+    "0::",
+    "MemAvailable:",
+    "inactive_file x",
+    "0-\u00b2",
+]
+"""Among them what Python takes for digits and what it does not turn into numbers."""
+
+
+@pytest.mark.parametrize("text", [*NO_NUMBERS, *(f"Node 0, zone Movable\n managed {n}" for n in NO_NUMBERS)])
+def test_no_file_of_a_kernel_makes_looking_at_memory_fail(text: str) -> None:
+    tree = Tree.read(TREES / "two-sockets-cxl.tree")
+    kernel = ModelKernel(tree)
+    for path in [path for path in tree.files if not path.startswith("/sys/devices/system/cpu")]:
+        before, tree.files[path] = tree.files[path], f"{text}\n".encode()
+        found = numa_topology(kernel)
+        assert (
+            min([free_pages(kernel, 2 << 20, [0]), available_nbytes(kernel), *map(_least, found.nodes.values())]) >= 0
+        )
+        assert all(weight > 0 for weight in kernel_weights(kernel, [0, 1]))
+        tiering(kernel)
+        gpu_slots(kernel)
+        tree.files[path] = before
+
+
+def _least(node: Node) -> int:
+    return min(node.nbytes, node.free_nbytes, node.movable_nbytes, *node.distances.values())
+
+
+def test_weights_of_nothing_are_no_weights() -> None:
+    folder = "/sys/kernel/mm/mempolicy/weighted_interleave"
+    kernel = ModelKernel(Tree({f"{folder}/node0": "0", f"{folder}/node1": "0"}))
+    assert kernel_weights(kernel, [0, 1]) == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/proc/meminfo", "MemAvailable: x kB"),
+        ("/proc/meminfo", "MemAvailable:"),
+        ("/proc/meminfo", "\u00ff\u00b2"),
+        ("/proc/self/cgroup", "nonsense"),
+        ("/proc/self/cgroup", ":"),
+        ("/sys/fs/cgroup/memory.max", "\u00b2"),
+        ("/sys/fs/cgroup/memory.current", "9" * 5000),
+        ("/sys/fs/cgroup/memory.stat", "inactive_file many"),
+    ],
+)
+def test_what_is_left_is_known_as_far_as_files_make_sense(path: str, text: str) -> None:
+    root = "/sys/fs/cgroup"
+    texts = {"/proc/meminfo": "MemAvailable:  4000 kB", "/proc/self/cgroup": "0::/", f"{root}/memory.max": "3072000",
+             f"{root}/memory.current": "0", f"{root}/memory.stat": "inactive_file 0"}  # fmt: skip
+    group = 4096000 if path in ("/proc/self/cgroup", f"{root}/memory.max", f"{root}/memory.current") else 3072000
+    assert available_nbytes(ModelKernel(Tree({**texts, path: text}))) == group

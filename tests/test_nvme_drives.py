@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, nvme_drives, state_advice
+from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, nvme_drives, state_advice, whole
+from tierloop.devices.drivers.nvme_probe import probe
 from tierloop.emulators.kernel import ModelKernel, Tree
+from tierloop.emulators.kernel_nvme import nvme_machine
 
 CONTROLLER = "/sys/devices/pci0000:00/0000:01:00.0/nvme/nvme0"
 TREE = f"""\
@@ -115,6 +117,17 @@ def test_no_text_of_the_kernel_breaks_the_list(mounts: str, swaps: str, fact: st
         kernel.tree.put(f"{CONTROLLER}/{name}", fact)
     (drive,) = nvme_drives(kernel)
     assert [namespace.name for namespace in drive.namespaces] == ["nvme0n1"]
+
+
+@pytest.mark.parametrize("said", ["9" * 5000, str(1 << 64), "-1", "²", "", "12 KiB"])
+def test_a_text_that_is_no_number_of_sysfs_is_none(said: str) -> None:
+    assert whole(said) is None
+    machine = nvme_machine(1 << 20)
+    facts = ("numa_node", "nr_requests", "max_hw_sectors_kb", "logical_block_size")
+    for name in [name for name in machine.tree.files if name.endswith(facts)]:
+        machine.tree.put(name, said)
+    for path in ("/dev/ng0n1", "/dev/nvme0n1"):
+        assert [str(reason) for reason in probe(path, machine) if reason.fatal] == []
 
 
 def test_a_state_that_is_not_live_comes_with_advice() -> None:

@@ -420,6 +420,25 @@ def test_a_drive_whose_controllers_have_vanished_is_gone_whatever_the_errno(io: 
     rig.close()
 
 
+def test_blocks_of_another_size_than_the_kernel_says_are_refused() -> None:
+    rig = on_drive(nvme_machine(lba_nbytes=4096), io="ioctl")
+    rig.machine.tree.put("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1/queue/logical_block_size", "512")
+    with pytest.raises(ProtocolError, match="blocks of 4096 bytes, and the kernel says 512"):
+        rig.open()
+
+
+@pytest.mark.parametrize("call", ["fallocate", "fdatasync"])
+def test_a_disk_whose_drive_has_vanished_is_gone_whatever_the_call(call: str) -> None:
+    rig = on_drive(io="posix")
+    rig.path = "/dev/nvme0n1"
+    region = rig.device.alloc(4096)
+    rig.machine.tree.remove("/sys/class/nvme/nvme0")
+    rig.machine.fail_next(call, errno.EIO)
+    with pytest.raises(Gone, match="nvme0 is not there any more"):
+        rig.device.alloc(4096) if call == "fallocate" else rig.flush(region)
+    rig.close()
+
+
 def test_a_ring_without_a_live_path_is_tried_again() -> None:
     rig = on_drive(io="ioctl")
     region = rig.device.alloc(4096)

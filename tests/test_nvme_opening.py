@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, on_fake, on_file
+from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, on_drive, on_fake, on_file
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Read
-from tierloop.devices.drivers.nvme import open_nvme, probe
+from tierloop.devices.drivers.nvme import nvme_drives, open_nvme, probe
 from tierloop.devices.drivers.ring import FEATURE_SINGLE_MMAP
 from tierloop.devices.errors import (
     Busy,
@@ -30,6 +30,7 @@ from tierloop.devices.errors import (
 )
 from tierloop.devices.site import Site
 from tierloop.devices.system import FileStatus
+from tierloop.emulators.kernel_nvme import nvme_machine
 
 
 @pytest.fixture
@@ -511,3 +512,34 @@ def test_a_medium_that_fails_its_first_read_is_a_fatal_reason(call: str) -> None
         system.inject("read", hangs=True, cancellable=False)
     reasons = probe("/medium", system, deadline_s=SHORT_S)
     assert reasons[-1].fatal
+
+
+@pytest.mark.parametrize("path", ["", "/tmp/a\0b", "/tmp/" + "a" * 5000])
+def test_a_path_that_cannot_be_is_a_reason_and_no_crash(path: str) -> None:
+    (reason,) = probe(path)
+    assert reason.fatal
+    assert len(str(reason)) < 400
+
+
+def test_links_that_lead_round_are_no_place_for_a_medium(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    rig = Rig(str(tmp_path / "a"), {})
+    with pytest.raises(NotPresent, match="nothing can stand there"):
+        rig.open()
+
+
+@pytest.mark.parametrize("link", ["/sys/class/nvme-generic/ng0n1", "/sys/block/nvme0n1", "/sys/dev/block/259:1"])
+@pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
+def test_links_of_sysfs_that_lead_round_in_a_circle_are_no_crash(link: str, path: str) -> None:
+    machine = nvme_machine(1 << 20)
+    machine.tree.link(link, link)
+    probe(path, machine)
+    nvme_drives(machine)
+
+
+def test_a_generic_device_whose_sysfs_leads_round_in_a_circle_is_refused() -> None:
+    rig = on_drive(io="ioctl")
+    rig.machine.tree.link("/sys/dev/char/241:0", "/sys/dev/char/241:0")
+    with pytest.raises(Unsupported, match="sysfs knows no NVMe namespace"):
+        rig.open()

@@ -92,6 +92,25 @@ def test_a_region_larger_than_all_room_is_never_registered(table: Table) -> None
     assert known.refused == 0
 
 
+class Stubborn(Table):
+    """A kernel that does not let go of what was registered."""
+
+    def register(self, buffers: list[tuple[int, int]]) -> None:
+        if not buffers:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        super().register(buffers)
+
+
+def test_the_last_registration_that_cannot_be_undone_is_a_refusal_and_no_crash() -> None:
+    known = registrations(Stubborn())
+    first, second = regions(2)
+    assert known.of(first) == 0
+    first.freed, first.view = True, None
+    assert known.of(second) == 0
+    assert known.refused == 1
+    assert "ENXIO" in known.refusals[0]
+
+
 def test_a_freed_region_is_forgotten_before_anything_else_is_used(table: Table) -> None:
     known = registrations(table)
     first, second = regions(2)

@@ -15,6 +15,7 @@ import pytest
 from tests.pnm_rig import MIB, card_of, served
 from tierloop.devices.conformance import Suite
 from tierloop.devices.device import Device
+from tierloop.devices.drivers import cache_lines
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.platform import Platform
@@ -62,3 +63,18 @@ class TestBehindAMappedFile(Suite):
         path.write_bytes(bytes(parts.layout().window_nbytes))
         self.running.enter_context(served(path, parts))
         return open_pnm("pnm0", site, {"path": str(path), "deadline_ms": 20_000})
+
+
+class TestBehindAMappedFileWithCachesFlushed(TestBehindAMappedFile):
+    """As for a card that does not look into the host's caches: lines are written back and dropped all the time."""
+
+    levels: ClassVar[tuple[str, ...]] = ("memory", "ordering")
+
+    def open(self, site: Site) -> Device:
+        if not cache_lines.known():
+            pytest.skip("no instruction that flushes caches is known on this processor")
+        parts = PnmParts(engines=2, entries=8, capacity=4 * MIB)
+        path = self.folder / f"window{len(list(self.folder.iterdir()))}"
+        path.write_bytes(bytes(parts.layout().window_nbytes))
+        self.running.enter_context(served(path, parts))
+        return open_pnm("pnm0", site, {"path": str(path), "deadline_ms": 20_000, "caches": "flush"})

@@ -162,6 +162,7 @@ def test_it_refuses_a_virtual_clock(path: Path) -> None:
         ({"path": "x", "reaches": "dram"}, "reaches = 'dram'"),
         ({"path": "x", "reaches": ["pnm0"]}, "reaches = "),
         ({"path": "x", "model": True}, "option 'model' is unknown"),
+        ({"path": "x", "caches": "warm"}, "caches = 'warm'; allowed: auto, flush, coherent"),
         ({}, "option 'path' is missing"),
     ],
 )

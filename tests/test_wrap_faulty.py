@@ -94,6 +94,33 @@ def test_what_the_seed_fails_goes_through_at_the_next_try() -> None:
     device.close()
 
 
+def test_a_command_that_fails_when_one_before_it_ends_is_ended_once() -> None:
+    on = site()
+    device, other = faulty(on, read_per_million=1_000_000), reference(on, [], name="emu:other")
+    region, first = device.alloc(64), other.alloc(64)
+    written = other.submit(Write(first.all(), np.zeros(64, dtype=np.uint8)))
+    reading = device.submit(Read(region.all(), np.zeros(64, dtype=np.uint8)), after=[written])
+    behind = device.submit(Write(region.all(), np.zeros(64, dtype=np.uint8)))
+    error = failed(on.clock, reading)
+    assert isinstance(error, MediaError)
+    assert f"a read of [0, 64) of {region} failed" in str(error)
+    ended(on.clock, written, behind)
+    device.free(region)
+    device.close()
+
+
+def test_a_region_that_takes_the_place_of_a_freed_one_is_failed_like_any_other() -> None:
+    on = site()
+    device = faulty(on, read_per_million=1_000_000)
+    for _ in range(3):
+        region = device.alloc(64)
+        assert isinstance(failed(on.clock, device.submit(Read(region.all(), np.zeros(64, dtype=np.uint8)))), MediaError)
+        device.free(region)
+    assert device.failed == 3
+    assert not device._failed_before, "what is freed is forgotten"
+    device.close()
+
+
 def test_the_same_seed_fails_the_same_commands() -> None:
     def story(seed: int) -> list[bool]:
         on = site()

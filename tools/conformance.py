@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,15 +60,20 @@ def conformance(
     except ValueError as error:
         raise ConfigurationError(f"--level: {error}") from error
     given = options.assignments(option, "--option")
-    with results(as_json) as shown, targets(subject, device or [], given, options.clock_kind(clock)) as found:
+    with (
+        results(as_json) as shown,
+        _nothing_left_behind(),
+        targets(subject, device or [], given, options.clock_kind(clock)) as found,
+    ):
         reports = []
         say("kernels (compiled at first use)")
         warm_up()
         for name, opener, virtual in found:
             say(f"{name or subject}: {', '.join(levels)}")
-            reports.append(
-                run(opener, levels, virtual=virtual, device=name, seed=seed, examples=examples, progress=_say_failure)
+            report = run(
+                opener, levels, virtual=virtual, device=name, seed=seed, examples=examples, progress=_say_failure
             )
+            reports.append(replace(report, device=subject) if ":" in subject else report)
         data = [report.to_dict() for report in reports]
         shown.json(data[0] if len(data) == 1 else {"devices": data})
         shown.show(_summary(reports, levels))
@@ -73,6 +83,22 @@ def conformance(
             shown.show(*(Text(f"{report.device}: {line}") for line in _remarks(report)))
     if not all(report.passed for report in reports):
         raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _nothing_left_behind() -> Iterator[None]:
+    """Hypothesis keeps a folder of notes where it is run; those of this command end with it."""
+    if importlib.util.find_spec("hypothesis") is None:
+        yield
+        return
+    from hypothesis.configuration import set_hypothesis_home_dir
+
+    with tempfile.TemporaryDirectory(prefix="tierloop-") as folder:
+        set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            set_hypothesis_home_dir(None)
 
 
 def _summary(reports: list[Report], levels: list[str]) -> Table:

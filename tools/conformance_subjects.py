@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 FORMS = "a driver, cpu:NODE, gpu:NUMBER, nvme:file=PATH, KIND:model (pnm, …), emu:PROFILE, a platform"
 FILE_NBYTES = 64 << 20
 """Of a file that stands for a drive and did not exist: it is made, and removed again."""
+LEAST_NBYTES = 64 << 10
+"""Of a file that was there: what the checks need for their regions."""
 _BUS = 64_000_000_000
 
 
@@ -46,7 +50,7 @@ def targets(subject: str, chosen: list[str], given: dict[str, Any], clock: str |
     elif kind == "gpu" and colon and rest != "model":
         yield [_driver("gpu", {"device": f"cuda:{_number(subject, rest)}", **given}, clock)]
     elif kind == "nvme" and rest.startswith("file="):
-        with _file(Path(rest.removeprefix("file="))) as options:
+        with _file(subject, Path(rest.removeprefix("file="))) as options:
             yield [_driver("nvme", {**options, **given}, clock)]
     elif colon and rest == "model":
         yield [_model(kind, given, clock)]
@@ -142,14 +146,21 @@ def _platform(
 
 
 @contextmanager
-def _file(path: Path) -> Iterator[dict[str, Any]]:
-    """Options for a drive that is a file; one that was not there is removed again."""
-    new = not path.exists()
+def _file(subject: str, path: Path) -> Iterator[dict[str, Any]]:
+    """Options for a drive that is a file; one that was not there is removed again. Raises ConfigurationError."""
+    if not path.name:
+        raise ConfigurationError(f"{subject!r} names no file; {FORMS}")
+    if os.path.lexists(path):
+        if path.is_file() and (nbytes := path.stat().st_size) < LEAST_NBYTES:
+            raise ConfigurationError(f"{path} holds {nbytes} bytes; the suite needs {LEAST_NBYTES} or more")
+        yield {"path": str(path)}
+        return
+    if path.parent.is_dir() and (free := shutil.disk_usage(path.parent).free) < FILE_NBYTES:
+        raise ConfigurationError(f"{path}: {free} bytes are free there; a new file takes {FILE_NBYTES}")
     try:
-        yield {"path": str(path), **({"capacity": FILE_NBYTES, "create": True} if new else {})}
+        yield {"path": str(path), "capacity": FILE_NBYTES, "create": True}
     finally:
-        if new:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _number(subject: str, text: str) -> int:

@@ -13,7 +13,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.system import HOST
 from tierloop.tools import options
 from tierloop.tools.console import Results, results, say
-from tierloop.tools.output import OutputError, write_files
+from tierloop.tools.output import OutputError, prepare_file, write_files
 from tierloop.tools.table import amount
 
 if TYPE_CHECKING:
@@ -42,8 +42,12 @@ def doctor(
     from tierloop.tools.machine_platform import platform_text
     from tierloop.tools.timing_floor import measure
 
-    if write_platform is not None and write_platform.exists():
-        raise OutputError(f"{write_platform}: exists; name a new file")
+    if write_platform is not None:
+        if write_platform.exists():
+            raise OutputError(f"{write_platform}: exists; name a new file")
+        if write_platform.suffix != ".toml":
+            raise OutputError(f"{write_platform}: a platform file ends in .toml, or --platform does not take it")
+        prepare_file(write_platform)
     with results(as_json) as shown:
         say("looking at devices")
         found = inventory(path or ())

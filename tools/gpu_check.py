@@ -204,6 +204,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0", help="which GPU, as torch calls it")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file to write")
     given = parser.parse_args(arguments)
+    try:
+        given.out.touch()
+    except OSError as error:  # now, and not when everything has been measured
+        parser.error(f"--out {given.out}: {error.strerror}")
     seen = gpus()
     found: Numbers = {
         "gpus": [gpu.to_json() for gpu in seen.found],

@@ -79,7 +79,7 @@ def _opened(driver: Discovered) -> Found:
     try:
         device = factory(name, Site(clock=WallClock()), {})
     except (ConfigurationError, DeviceError) as error:
-        return Found(name, "", provenance, False, (str(error),), driver.name)
+        return Found(name, "", provenance, False, (f"not looked for: a platform file names it ({error})",), driver.name)
     info = device.info
     device.close()
     return Found(info.name, info.kind, info.provenance, True, (), driver.name)

@@ -58,6 +58,7 @@ from tierloop.devices.drivers.numa import PAGE as PAGE
 from tierloop.devices.drivers.numa_mapping import run_on
 from tierloop.devices.drivers.numa_tiering import tiering
 from tierloop.devices.drivers.numa_topology import shown
+from tierloop.devices.drivers.uses import Uses
 from tierloop.devices.errors import ConfigurationError, DeviceError, Timeout, Unsupported
 from tierloop.devices.host_speed import host_speed
 from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo, Path
@@ -92,6 +93,7 @@ class Cpu:
         self._placements = Placements.of(site)
         self._costs = Costs({})
         self._flushes = Flushes.of(site)
+        self._uses = Uses.of(site)
         self._lines: list[SimpleQueue[Completion | None]] = [SimpleQueue() for _ in range(options.queues)]
         self._workers: dict[int, threading.Thread] = {}
         self._queues = QueueSet(name, options.queues, DEPTH, site, self._start)
@@ -145,7 +147,7 @@ class Cpu:
         return region
 
     def free(self, region: Region) -> None:
-        self._arena.remove(region, self._queues.uses(region))
+        self._arena.remove(region, self._uses.named(region) or self._queues.uses(region))
         self._placements.freed(region)
         region.view = None
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.numa import PAGE, Mode, check_policy
-from tierloop.devices.drivers.numa_mapping import free_pages, pool_advice
+from tierloop.devices.drivers.numa_mapping import free_pages, has_pool, pool_advice
 from tierloop.devices.drivers.numa_topology import NumaTopology, numa_topology, shown
 from tierloop.devices.drivers.options import integer, names, refuse_unknown
-from tierloop.devices.errors import ConfigurationError, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, OutOfMemory, Unsupported
 from tierloop.devices.system import System
 
 OPTIONS = [
@@ -33,6 +33,8 @@ OPTIONS = [
     "weights",
     "huge_pages",
 ]
+MOST_QUEUES = 1024
+"""A thread serves each."""
 HUGE_PAGES = {"transparent": PAGE, "none": PAGE, "2MiB": 2 << 20, "1GiB": 1 << 30}
 """What `huge_pages` may say, and the size of the pages that memory is taken in then."""
 
@@ -73,7 +75,7 @@ def read_options(name: str, options: dict[str, Any], system: System) -> CpuOptio
     cores = _cores(name, options.get("cores"), topology, nodes)
     return CpuOptions(
         _capacity(name, options, system, topology, nodes, placement, HUGE_PAGES[huge_pages]),
-        integer(name, options, "queues", 4, 1),
+        integer(name, options, "queues", 4, 1, MOST_QUEUES),
         integer(name, options, "threads", len(cores), 1),
         names(name, options, "reaches"),
         cores,
@@ -157,6 +159,9 @@ def _capacity(
         default = _half_of_what_is_free(system, topology, nodes)
     else:
         default = free_pages(system, page, nodes or None) * page
+        if default == 0 and not has_pool(system, page):
+            size = f"{page >> 20} MiB"
+            raise Unsupported(name, "open", f"this kernel has no huge pages of {size}: no pool of them below /sys")
         if default == 0:
             raise OutOfMemory(name, "open", pool_advice(page, options.get("capacity", page), nodes))
     capacity = integer(name, options, "capacity", default, page)

@@ -77,11 +77,11 @@ class Pages:
         """Where a region's pages are now; raises nothing."""
         options = self._options
         wanted, strict = frozenset(options.nodes), options.placement != "preferred"
-        if region.view is None:
+        view = region.view
+        if view is None:
             return Placement(region, wanted, strict=strict, unknown="the region is freed")
-        first = region.view.ctypes.data
         try:
-            found = numa.nodes_of(self._system, first, -(-region.nbytes // PAGE) * PAGE)
+            found = numa.nodes_of(self._system, view.ctypes.data, -(-region.nbytes // PAGE) * PAGE)
         except OSError as error:
             return Placement(region, wanted, strict=strict, unknown=f"move_pages: {error.strerror}")
         nodes, counts = np.unique(found[found >= 0], return_counts=True)

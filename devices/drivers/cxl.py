@@ -22,7 +22,6 @@ free); `read_latency_ns`, `write_latency_ns`, `read_bytes_per_s`, `write_bytes_p
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -30,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import Command, segments, verb
+from tierloop.devices.commands import Command, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate
 from tierloop.devices.drivers import guard, numa
@@ -43,6 +42,7 @@ from tierloop.devices.drivers.cxl_rates import rates_of, stated_paths
 from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.guard import PAGE
+from tierloop.devices.drivers.uses import Uses
 from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
@@ -84,11 +84,9 @@ class CxlDevice:
     def __init__(self, name: str, site: Site, options: Options, backing: Backing) -> None:
         self._name = name
         self._site = site
-        self._platform = site.outside or site
         self._backing = backing
         self._extents = Extents(backing.array.nbytes, PAGE)
         self._offsets: dict[Region, int] = {}
-        self._uses: Counter[Region] = Counter()
         self._lost_nbytes = 0
         self._stale = False
         self.rates, source = rates_of(name, options, backing)
@@ -97,13 +95,11 @@ class CxlDevice:
         self._info = _describe(name, backing, memory, self.rates, source)
         self._arena = Arena(name, memory, PAGE)
         self._closed = False
-        self._platform.arrivals.append(self._began)
-        self._platform.observers.append(self._ended)
+        self._uses = Uses.of(site)
         if any(self.rates) and (backing.node is None or options.says_rates):
             slowest = max(self.rates.read_latency_ns, self.rates.write_latency_ns)
             stated_paths(site)[name] = Path(name, slowest, self.rates.read_bytes_per_s, self.rates.write_bytes_per_s)
-        if backing.flush is not None:
-            Flushes.of(site).offer(name, backing.flush)
+        Flushes.of(site).offer(name, backing.flush)
         if backing.node is not None:
             Placements.of(site).offer(name, self._look)
             memory_nodes(site)[name] = backing.node
@@ -164,7 +160,7 @@ class CxlDevice:
 
     def free(self, region: Region) -> None:
         """Give a region's bytes back. Raises OutOfRange, Busy (a command of any device still names it), Gone."""
-        self._arena.remove(region, self._uses[region] > 0)
+        self._arena.remove(region, self._uses.named(region))
         offset, nbytes = self._offsets.pop(region), self._extents.rounded(region.nbytes)
         region.view = None
         if self._backing.node is not None:
@@ -188,13 +184,11 @@ class CxlDevice:
         if self._closed:
             return
         self._closed = True
-        self._platform.arrivals.remove(self._began)
-        self._platform.observers.remove(self._ended)
         Flushes.of(self._site).withdraw(self._name)
         Placements.of(self._site).withdraw(self._name)
         self._arena.close()
         for region in self._offsets:
-            if not self._uses[region]:
+            if not self._uses.named(region):
                 region.view = None
         self._offsets.clear()
         self._backing.array = np.empty(0, dtype=np.uint8)
@@ -265,18 +259,6 @@ class CxlDevice:
         there, pages = np.unique(nodes[nodes >= 0], return_counts=True)
         found = dict(zip(there.tolist(), pages.tolist(), strict=True))
         return Placement(region, wanted, found, int((nodes < 0).sum()), PAGE)
-
-    def _began(self, completion: Completion) -> None:
-        for region, _ in segments(completion.command):
-            if region.device == self._name:
-                self._uses[region] += 1
-
-    def _ended(self, completion: Completion) -> None:
-        for region, _ in segments(completion.command):
-            if region.device == self._name and self._uses[region]:
-                self._uses[region] -= 1
-                if not self._uses[region]:
-                    del self._uses[region]
 
 
 def _describe(name: str, backing: Backing, memory: MemoryInfo, rates: Rates, source: str) -> DeviceInfo:

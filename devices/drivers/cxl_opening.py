@@ -15,6 +15,7 @@ import errno
 import os
 import posixpath
 import re
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
     DeviceError,
+    Gone,
     NoPermission,
     NotPresent,
     OutOfMemory,
@@ -69,12 +71,15 @@ class Backing:
     topology: Topology = field(default_factory=Topology)
     flush: Callable[[Segment], None] | None = None
     why: list[str] = field(default_factory=list)
+    using_fd: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever uses `fd` on another thread: a number that is closed may be another file's at once."""
 
     def close(self) -> None:
         """Let go of the descriptor; the mapping, and with it the lock, goes with the last array that shows it."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            self.system.close(fd)
+        with self.using_fd:
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                self.system.close(fd)
 
 
 def open_backing(device: str, options: Options, system: System, undo: ExitStack) -> Backing:
@@ -175,7 +180,10 @@ def _file(device: str, options: Options, path: str, topology: Topology, system: 
     backing.why.append("a file stands in place of CXL memory: its bytes lie in the page cache")
 
     def flush(segment: Segment) -> None:
-        system.fdatasync(fd)
+        with backing.using_fd:
+            if backing.fd < 0:
+                raise Gone(device, "flush", f"{path} was closed before its bytes were made durable")
+            system.fdatasync(backing.fd)
 
     backing.flush = flush
     return backing

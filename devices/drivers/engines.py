@@ -174,9 +174,14 @@ def departed(target: Target) -> str:
 
 def lost(target: Target, op: str, number: int, offset: int, nbytes: int) -> DeviceError:
     """The error for a transfer that the system refused with this errno."""
+    return failed(target, op, number, f"{nbytes} bytes at offset {offset} of the medium")
+
+
+def failed(target: Target, op: str, number: int, detail: str) -> DeviceError:
+    """The error for a system call on the medium that ended with this errno: Gone if the drive has departed."""
     if number in UNCLEAR and (why := departed(target)):
-        return Gone(target.device, op, f"{nbytes} bytes at offset {offset} of the medium: {why}", number)
-    return from_os(target.device, op, OSError(number, ""), f"{nbytes} bytes at offset {offset} of the medium")
+        return Gone(target.device, op, f"{detail}: {why}", number)
+    return from_os(target.device, op, OSError(number, ""), detail)
 
 
 def ran_dry(target: Target, op: str, offset: int, left: int) -> DeviceError:
@@ -304,9 +309,7 @@ class PosixEngine:
 
 def unsynced(target: Target, number: int) -> DeviceError:
     """The error for a failed fdatasync; the kernel may report such a loss only once."""
-    return from_os(
-        target.device, "flush", OSError(number, ""), "writes since the last good flush may be lost, write them again"
-    )
+    return failed(target, "flush", number, "writes since the last good flush may be lost, write them again")
 
 
 def room(target: Target, nbytes: int) -> mmap.mmap:

@@ -43,8 +43,9 @@ from tierloop.devices.drivers.gpu_info import DEPTH, Reached, describe
 from tierloop.devices.drivers.gpu_lines import LEFT_BEHIND, Lines, size_of
 from tierloop.devices.drivers.gpu_options import GRID, Options
 from tierloop.devices.drivers.gpu_probe import Slot, refuse_where_there_is_none, slot_of
-from tierloop.devices.drivers.gpu_runtime import Accelerator, CudaAccelerator, Stream
-from tierloop.devices.errors import ConfigurationError, Gone, OutOfMemory, OutOfRange, Timeout, Unsupported
+from tierloop.devices.drivers.gpu_runtime import Accelerator, CudaAccelerator, Stream, fault_of
+from tierloop.devices.drivers.uses import Uses
+from tierloop.devices.errors import ConfigurationError, DeviceError, Gone, OutOfMemory, OutOfRange, Timeout, Unsupported
 from tierloop.devices.info import DeviceInfo
 from tierloop.devices.kernels import contract
 from tierloop.devices.placement import Placements
@@ -89,7 +90,13 @@ def open_gpu(
             accelerator = CudaAccelerator(checked.device)
         except (RuntimeError, OSError) as error:
             raise Unsupported(name, "open", f"{checked.device} does not start: {error}") from error
-    return GpuDevice(name, site, checked, accelerator, slot)
+    try:
+        return GpuDevice(name, site, checked, accelerator, slot)
+    except RuntimeError as error:
+        if isinstance(error, DeviceError):
+            raise
+        kind = {"memory": OutOfMemory, "lost": Gone}.get(fault_of(error), Unsupported)
+        raise kind(name, "open", f"{checked.device}: {error}") from error
 
 
 class GpuDevice:
@@ -113,6 +120,7 @@ class GpuDevice:
         self._extents = Extents(self._slab.numel(), _ALIGNMENT)
         self._offsets: dict[Region, int] = {}
         self._costs = Costs({})
+        self._uses = Uses.of(site)
         self._closing = False
         self._staging = Staging(accelerator, options.staging_buffers, options.staging_nbytes)
         self._registered = Registered(accelerator, options.register, Placements.of(site).registered)
@@ -167,7 +175,7 @@ class GpuDevice:
     def free(self, region: Region) -> None:
         """Give a region's bytes back. Raises OutOfRange, Busy, Gone."""
         self._alive("free")
-        self._arena.remove(region, self._queues.uses(region))
+        self._arena.remove(region, self._uses.named(region) or self._queues.uses(region))
         self._extents.give(self._offsets.pop(region), region.nbytes)
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
@@ -272,7 +280,10 @@ class GpuDevice:
         from tierloop.devices.drivers.gpu_transfers import Peer
 
         other = self._peers.get(memory)
-        return None if other is None else Peer(other._slab, other._offsets, other._beside)
+        if other is None:
+            return None
+        other._alive("copy")
+        return Peer(other._slab, other._offsets, other._beside)
 
     def _alive(self, op: str) -> None:
         if self._closing:

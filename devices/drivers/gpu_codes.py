@@ -32,7 +32,8 @@ def value_rows(rows: Tensor, dtype: str, dim: int) -> Tensor:
     """V rows, (…, nbytes), as numbers: codes are multiplied by the scale behind them."""
     if dtype not in CODE_RANGE:
         return as_float32(rows, dtype)
-    scale = rows[..., dim:].contiguous().view(torch.float32)
+    # Copied even if it lies in one piece, as that of a single row does: there it is off the grid of float32.
+    scale = rows[..., dim:].clone(memory_format=torch.contiguous_format).view(torch.float32)
     return as_float32(rows[..., :dim].contiguous(), dtype) * scale
 
 

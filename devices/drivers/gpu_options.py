@@ -15,6 +15,9 @@ KNOWN = [
 ]  # fmt: skip
 GRID = 4096
 """Capacity and buffers hold a whole number of these bytes."""
+_MOST_QUEUES = 128
+"""Streams: more than any GPU runs beside each other."""
+_MOST_POLL_NS = 10**9
 _GPU = re.compile(r"(cuda|hip):(\d+)")
 
 
@@ -41,13 +44,13 @@ class Options:
             device=_gpu(name, given.get("device", "cuda:0")),
             capacity=integer(name, given, "capacity", 0, GRID) if "capacity" in given else 0,
             reserve=integer(name, given, "reserve", 0) if "reserve" in given else None,
-            queues=integer(name, given, "queues", 2, 1),
+            queues=integer(name, given, "queues", 2, 1, _MOST_QUEUES),
             staging_nbytes=integer(name, given, "staging_nbytes", 4 << 20, GRID),
             staging_buffers=integer(name, given, "staging_buffers", 8, 2),
             register=_truth(name, given, "register", True),
             reaches=names(name, given, "reaches"),
             deadline_s=_seconds(name, given.get("deadline_s", 30.0)),
-            poll_ns=integer(name, given, "poll_ns", 20_000, 1_000),
+            poll_ns=integer(name, given, "poll_ns", 20_000, 1_000, _MOST_POLL_NS),
         )
         if name in options.reaches:
             raise ConfigurationError(f"{name}: reaches names the device itself; allowed: names of other memories")

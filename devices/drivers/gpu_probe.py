@@ -11,6 +11,7 @@ import posixpath
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tierloop.devices.drivers.kernel_numbers import number_of
 from tierloop.devices.errors import DeviceError, NoPermission, NotPresent, Unsupported
 from tierloop.devices.system import HOST, System
 
@@ -180,7 +181,7 @@ def _exists(system: System, path: str) -> bool:
 
 
 def _node(text: str) -> int | None:
-    return int(text) if text.isdigit() else None  # −1: the firmware does not say
+    return number_of(text)  # −1: the firmware does not say
 
 
 def _text(system: System, path: str) -> str:

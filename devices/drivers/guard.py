@@ -9,6 +9,8 @@ that touched it runs on. What it computed is worth nothing, and `check` says so.
 - Every worker calls `check` when it has carried a command out. It raises MediaError for a command that names a lost
   byte, also long after the loss. Where nothing was ever lost, it costs one look at one number.
 - A grain is marked before it is replaced, so nobody sees zeros without a mark. Several threads may fault at once.
+- Lost grains in more than MOST_PIECES places would use up the mappings that a process may have: from then on, the whole
+  mapping in which one more is touched counts as lost.
 - A lost grain stays lost until its mapping is gone: drivers never allocate it again (`lost` says where they are).
 - `grain` is what the kernel can replace: a page, or the alignment of a devdax, whose mappings cannot be cut finer.
 - A SIGBUS that is not ours goes to whoever had the signal before: faulthandler, or the default that ends the process.
@@ -38,14 +40,18 @@ PAGE = mmap.PAGESIZE
 RANGES = 1024
 """Guarded mappings at once."""
 
-START, END, SHIFT, MARKS = range(4)
-"""A row of the table: the first address, the one after the last, log2 of the grain, the address of a byte per grain."""
+MOST_PIECES = 1 << 14
+"""Each divides a mapping twice, and Linux lets a process have 65,530 (vm.max_map_count)."""
+
+START, END, SHIFT, MARKS, PIECES = range(5)
+"""A row of the table: the first address, the one after the last, log2 of the grain, the address of a byte per grain, in
+how many places grains were lost."""
 FAULTED, PREVIOUS, WITH_INFO, PASSED, DEFAULT = range(5)
 """Cells of the state: something was lost; the signal's previous owner and whether he takes three arguments; how many
 signals he was given; the address of the action that ends the process."""
 SIG_DFL, SIG_IGN = 0, 1
 
-_table = np.zeros((RANGES, 4), dtype=np.int64)
+_table = np.zeros((RANGES, 5), dtype=np.int64)
 _state = np.zeros(5, dtype=np.int64)
 _marks: dict[int, NDArray[np.uint8]] = {}
 """Per row of the table in use: which grains are lost."""
@@ -85,9 +91,10 @@ def lost(array: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Which bytes of a contiguous array are lost, as int64 (n, 2) pairs of offset and size; those of a page adjoin."""
     if not _state[FAULTED]:
         return np.empty((0, 2), dtype=np.int64)
-    base = array.ctypes.data
-    found = [(max(low, base) - base, min(high, base + array.nbytes) - base) for low, high in _lost_grains(array)]
-    return np.array([(low, high - low) for low, high in found], dtype=np.int64).reshape(-1, 2)
+    found = _lost_grains(array) - array.ctypes.data
+    np.clip(found, 0, array.nbytes, out=found)
+    found[:, 1] -= found[:, 0]
+    return found
 
 
 def check(device: str, command: Command) -> None:
@@ -126,7 +133,7 @@ class _Guarded:
             row = int(free[0])
             marks = np.zeros(nbytes // grain, dtype=np.uint8)
             _marks[row] = marks
-            _table[row, END:] = address + nbytes, grain.bit_length() - 1, marks.ctypes.data
+            _table[row, END:] = address + nbytes, grain.bit_length() - 1, marks.ctypes.data, 0
             _table[row, START] = address
             self._row = row
 
@@ -137,30 +144,35 @@ class _Guarded:
                 del marks[self._row]
 
 
-def _lost_grains(array: NDArray[np.uint8]) -> list[tuple[int, int]]:
-    """First and last-but-one address of each lost grain that the array touches."""
+def _lost_grains(array: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The lost grains that the array touches, by address: int64 (n, 2), the first one and the one after the last."""
     base, end = array.ctypes.data, array.ctypes.data + array.nbytes
-    found: list[tuple[int, int]] = []
+    found = [np.empty(0, dtype=np.int64)]
+    sizes = [found[0]]
     with _lock:
         for row, marks in list(_marks.items()):  # an array may die at any moment, and its row with it
             start, stop, shift = _table[row, :MARKS].tolist()
             if start and base < stop and start < end:
                 first = max(base - start, 0) >> shift
                 last = (min(end, stop) - 1 - start) >> shift
-                for grain in (np.flatnonzero(marks[first : last + 1]) + first).tolist():
-                    low = start + (grain << shift)
-                    found.append((low, low + (1 << shift)))
-    return found
+                found.append(start + ((np.flatnonzero(marks[first : last + 1]) + first) << shift))
+                sizes.append(np.full(len(found[-1]), 1 << shift, dtype=np.int64))
+    low, nbytes = np.concatenate(found), np.concatenate(sizes)
+    order = np.argsort(low, kind="stable")
+    return np.stack([low[order], low[order] + nbytes[order]], axis=1)
 
 
 def _first_lost(view: NDArray[np.uint8], spans: NDArray[np.int64]) -> int | None:
     """The lowest lost offset of a view that lies in one of the spans."""
+    gone = lost(view)
+    if not len(gone):
+        return None
+    low, high = gone[:, 0], gone.sum(axis=1)
     offsets, ends = spans[:, 0], spans.sum(axis=1)
-    for low, nbytes in [(int(low), int(nbytes)) for low, nbytes in lost(view)]:
-        inside = (offsets < low + nbytes) & (ends > low) & (ends > offsets)
-        if inside.any():
-            return max(low, int(offsets[inside].min()))
-    return None
+    which = np.searchsorted(high, offsets, side="right")  # the first lost piece that ends behind the span's beginning
+    first = np.maximum(np.append(low, view.nbytes)[which], offsets)
+    hit = (first < ends) & (ends > offsets)
+    return int(first[hit].min()) if hit.any() else None
 
 
 def _install(device: str) -> None:

@@ -2,7 +2,8 @@
 
 It calls mmap, sigaction and raise of the C library and nothing else; it takes no lock, allocates nothing and needs no
 interpreter. errno is left as it was. The address is that of siginfo on 64-bit Linux. A grain is marked before it is
-replaced, so that nobody sees zeros without a mark.
+replaced, so that nobody sees zeros without a mark. A grain that is replaced divides a mapping, unless one beside it was
+replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, all of the next grain's range is replaced.
 
 A signal that is not ours is passed on to its previous owner. faulthandler reports, gives the signal back to whoever had
 it before, and raises it again: if that is this code, the process ends here.
@@ -19,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from tierloop.devices.drivers.guard import DEFAULT, FAULTED, PASSED, PREVIOUS, SIG_DFL, SIG_IGN, WITH_INFO
+from tierloop.devices.drivers.guard import DEFAULT, FAULTED, MOST_PIECES, PASSED, PREVIOUS, SIG_DFL, SIG_IGN, WITH_INFO
 from tierloop.devices.kernels.compiled import INT64, inline, load, load_int, pointer, store_int
 
 _BUS_ADRERR, _BUS_MCEERR_AR, _BUS_MCEERR_AO = 2, 4, 5
@@ -37,6 +38,12 @@ _libc_raise: Any = types.ExternalFunction("raise", _int(_int))
 def _load_word(builder: Any, address: Any) -> Any:
     """The int32 at an address."""
     return load(builder, address, ir.IntType(32))
+
+
+@inline(types.int8, INT64)
+def _marked(builder: Any, address: Any) -> Any:
+    """The byte at an address."""
+    return load(builder, address, ir.IntType(8))
 
 
 @inline(types.void, INT64, types.int32)
@@ -69,20 +76,41 @@ _call_plain = _pass_on([types.int32])
 def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
     """The answer for this table and this state; not kept on disk, because the addresses of this process are in it."""
     table, state, rows = the_table.ctypes.data, the_state.ctypes.data, len(the_table)
+    row_nbytes, most_pieces = the_table.strides[0], MOST_PIECES
     sent = 0  # si_code is not above it where a process sent the signal
+
+    @numba.njit(error_model="numpy")
+    def pieces() -> int:
+        found = 0
+        for row in range(rows):
+            if load_int(table + row * row_nbytes) != 0:
+                found += load_int(table + row * row_nbytes + 32)
+        return found
+
+    @numba.njit(error_model="numpy")
+    def beside_another(marks: int, grain: int, num: int) -> bool:
+        before = grain > 0 and _marked(marks + grain - 1) != 0
+        return before or (grain + 1 < num and _marked(marks + grain + 1) != 0)
 
     @numba.njit(error_model="numpy")
     def ours(address: int) -> bool:
         for row in range(rows):
-            at = table + row * 32
+            at = table + row * row_nbytes
             start = load_int(at)
             if start != 0 and start <= address and address < load_int(at + 8):
                 shift = load_int(at + 16)
                 grain = (address - start) >> shift
                 _mark(load_int(at + 24) + grain)
                 store_int(state + 8 * FAULTED, 1)
-                low = start + (grain << shift)
-                return bool(_libc_mmap(low, 1 << shift, _PROTECTION, _FLAGS, -1, 0) == low)
+                low, nbytes = start + (grain << shift), 1 << shift
+                if not beside_another(load_int(at + 24), grain, (load_int(at + 8) - start) >> shift):
+                    store_int(at + 32, load_int(at + 32) + 1)
+                if pieces() > most_pieces:
+                    low, nbytes = start, load_int(at + 8) - start
+                    for each in range(nbytes >> shift):
+                        _mark(load_int(at + 24) + each)
+                    store_int(at + 32, 1)
+                return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low)
         return False
 
     @numba.njit(error_model="numpy")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from tierloop.devices.drivers.kernel_numbers import number_of
 from tierloop.devices.system import HOST, System
 
 _FILES = {2: ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -19,9 +20,10 @@ def available_nbytes(system: System = HOST) -> int:
     """Bytes that may be allocated now; 0 if nothing can be learned."""
     found = [_of_machine(system)]
     for line in _read(system, "/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
         version = 2 if not controllers else 1
-        if version == 2 or "memory" in controllers.split(","):
+        if colon and (version == 2 or "memory" in controllers.split(",")):
             found += [
                 _of_group(system, version, str(group)) for group in (PurePosixPath(path), *PurePosixPath(path).parents)
             ]
@@ -31,27 +33,27 @@ def available_nbytes(system: System = HOST) -> int:
 def _of_machine(system: System) -> int | None:
     for line in _read(system, "/proc/meminfo").splitlines():
         key, _, value = line.partition(":")
-        if key == "MemAvailable":
-            return int(value.split()[0]) * 1024
+        if key == "MemAvailable" and (kib := number_of(value.removesuffix("kB"))) is not None:
+            return kib * 1024
     return None
 
 
 def _of_group(system: System, version: int, group: str) -> int | None:
     root, limit_file, used_file = _FILES[version]
     folder = root + group.rstrip("/")
-    limit, used = _read(system, f"{folder}/{limit_file}"), _read(system, f"{folder}/{used_file}")
-    if not limit.isdigit() or not used.isdigit():  # "max", or not there
+    limit, used = (number_of(_read(system, f"{folder}/{file}")) for file in (limit_file, used_file))
+    if limit is None or used is None:  # "max", or not there
         return None
     droppable = 0
     for line in _read(system, f"{folder}/memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file"):
-            droppable = int(value)
-    return max(0, int(limit) - max(0, int(used) - droppable))
+            droppable = number_of(value) or 0
+    return max(0, limit - max(0, used - droppable))
 
 
 def _read(system: System, path: str) -> str:
     try:
         return system.read_text(path)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""

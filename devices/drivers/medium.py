@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierloop.devices.drivers.deadlines import Stuck, within
-from tierloop.devices.drivers.engines import LARGEST_TRANSFER, PosixEngine, Target, room
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, PosixEngine, Target, lost, room
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Timeout
 from tierloop.devices.system import PUNCH_HOLE, RESERVE, ZERO_RANGE, FileStatus, System, address_of, from_os
@@ -67,7 +67,7 @@ class Medium:
                 if error.errno in _NOT_OFFERED:
                     self._zeroing.remove(how)
                     continue
-                raise from_os(self.target.device, "alloc", error, f"{nbytes} bytes at offset {offset}") from error
+                raise lost(self.target, "alloc", error.errno or 0, offset, nbytes) from error
             if how == PUNCH_HOLE:
                 self._reserve(offset, nbytes)
             return
@@ -83,7 +83,7 @@ class Medium:
             raise
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
-                raise from_os(self.target.device, "free", error, f"{nbytes} bytes at offset {offset}") from error
+                raise lost(self.target, "free", error.errno or 0, offset, nbytes) from error
 
     def give_up_space(self, offset: int, nbytes: int) -> None:
         """Release what a failed `zero` may have reserved; the failure that led here is the one to report."""
@@ -113,7 +113,7 @@ class Medium:
             raise
         except OSError as error:
             if error.errno not in _NOT_OFFERED:
-                raise from_os(self.target.device, "alloc", error, f"{nbytes} bytes at offset {offset}") from error
+                raise lost(self.target, "alloc", error.errno or 0, offset, nbytes) from error
 
     def _write_zeros(self, offset: int, nbytes: int) -> None:
         zeros = room(self.target, min(nbytes, LARGEST_TRANSFER))

@@ -84,7 +84,7 @@ def open_null(name: str, site: Site, options: dict[str, Any]) -> Null:
         site,
         integer(name, options, "duration_ns", 1000),
         integer(name, options, "capacity", 1 << 40, 1),
-        integer(name, options, "queues", 4, 1),
+        integer(name, options, "queues", 4, 1, 1 << 16),
         names(name, options, "reaches"),
     )
 

@@ -31,7 +31,9 @@ import cffi
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.errors import ConfigurationError, Misaligned
+from tierloop.devices.drivers.kernel_numbers import number_of
+from tierloop.devices.drivers.numa_topology import numa_topology, shown
+from tierloop.devices.errors import ConfigurationError, Misaligned, NoPermission
 from tierloop.devices.system import System, from_os
 
 Mode = Literal["bind", "preferred", "interleave", "weighted-interleave"]
@@ -86,7 +88,7 @@ def bind(
     `page` is the size of the range's pages, if they come from a pool of huge ones.
     Raises ConfigurationError for a mode, nodes or weights that make no sense, Misaligned for a range that is not whole
     pages, and what the kernel says: ProtocolError (EINVAL) for a node that is not there or has no memory, NoPermission
-    where the process may not bind, OutOfMemory where it has too many mappings.
+    where the process may not bind or the nodes are outside its cpuset, OutOfMemory where it has too many mappings.
     """
     check_policy(device, mode, nodes, weights)
     _whole_pages(device, "bind", address, nbytes)
@@ -146,9 +148,10 @@ def kernel_weights(system: System, nodes: Sequence[int]) -> tuple[int, ...]:
     Empty where the kernel has no such policy.
     """
     try:
-        return tuple(_reduced([int(system.read_text(f"{_WEIGHTS}/node{node}")) for node in nodes]))
-    except (OSError, ValueError):
+        weights = [number_of(system.read_text(f"{_WEIGHTS}/node{node}")) or 0 for node in nodes]
+    except (OSError, UnicodeDecodeError):
         return ()
+    return tuple(_reduced(weights)) if all(weights) else ()
 
 
 def nodes_of(system: System, address: int, nbytes: int) -> NDArray[np.int64]:
@@ -242,9 +245,19 @@ def _mbind(system: System, device: str, address: int, nbytes: int, mode: int, no
     try:
         system.syscall(SYS_MBIND, address, nbytes, mode, _at(mask), max(nodes) + 2, 0)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            _refuse_what_is_not_ours(system, device, nodes, error)
         where = f"{nbytes} bytes to nodes {sorted(nodes)}"
         why = f": {_why(error)}" if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS) else ""
         raise from_os(device, "bind", error, f"{where}{why}") from error
+
+
+def _refuse_what_is_not_ours(system: System, device: str, nodes: Sequence[int], error: OSError) -> None:
+    """Raises NoPermission where all the nodes are outside the process's cpuset, which may change at run time."""
+    now = numa_topology(system)
+    if all(node in now.nodes and node not in now.allowed_nodes for node in nodes):
+        detail = f"nodes {shown(nodes)} are outside the process's cpuset now; allowed: {shown(now.with_memory)}"
+        raise NoPermission(device, "bind", detail, error.errno) from error
 
 
 def _move_pages(system: System, address: int, nbytes: int, node: int | None) -> NDArray[np.int64]:

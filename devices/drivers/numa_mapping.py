@@ -18,6 +18,7 @@ import cffi
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.devices.drivers.kernel_numbers import number_of
 from tierloop.devices.drivers.numa import PAGE, SYS_MADVISE
 from tierloop.devices.errors import OutOfMemory
 from tierloop.devices.system import System, from_os
@@ -75,9 +76,16 @@ def free_pages(system: System, page: int, nodes: Iterable[int] | None = None) ->
         folders = [f"/sys/devices/system/node/node{node}/hugepages" for node in nodes]
     found = 0
     for folder in folders:
-        with suppress(OSError, ValueError):
-            found += int(system.read_text(f"{folder}/{kind}"))
+        with suppress(OSError, UnicodeDecodeError):
+            found += number_of(system.read_text(f"{folder}/{kind}")) or 0
     return found
+
+
+def has_pool(system: System, page: int) -> bool:
+    """Whether the kernel has a pool of huge pages of this size at all."""
+    with suppress(OSError):
+        return f"hugepages-{page // 1024}kB" in system.listdir("/sys/kernel/mm/hugepages")
+    return False
 
 
 def pool_advice(page: int, nbytes: int, nodes: Iterable[int] = ()) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
+from tierloop.devices.drivers.kernel_numbers import number_of
 from tierloop.devices.system import System
 
 BALANCING = "/proc/sys/kernel/numa_balancing"
@@ -39,8 +40,7 @@ def tiering(system: System) -> tuple[Tiering, ...]:
 
 
 def _balancing(system: System) -> list[Tiering]:
-    value = _text(system, BALANCING)
-    bits = int(value) if value.isascii() and value.isdigit() else 0
+    bits = number_of(_text(system, BALANCING)) or 0
     means = []
     if bits & 1:
         means.append("moves pages to the node of the cores that touch them")

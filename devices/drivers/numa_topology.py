@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from tierloop.devices.drivers.kernel_numbers import number_of
 from tierloop.devices.info import Path
 from tierloop.devices.system import System
 
@@ -196,16 +197,15 @@ def _memory(system: System, node: int) -> dict[str, int]:
     for line in _text(system, f"{NODES}/node{node}/meminfo").splitlines():
         match = re.fullmatch(r"Node \d+ ([A-Za-z_()]+):\s+(\d+) kB", line.strip())
         if match:
-            found[match[1]] = int(match[2]) * 1024
+            found[match[1]] = (number_of(match[2]) or 0) * 1024
     free = found.get("MemFree", 0) + found.get("Inactive(file)", 0) + found.get("Active(file)", 0) // 2
     return {"nbytes": found.get("MemTotal", 0), "free_nbytes": min(free, found.get("MemTotal", 0))}
 
 
 def _distances(system: System, node: int, to: list[int]) -> dict[int, int]:
-    values = _text(system, f"{NODES}/node{node}/distance").split()
-    if len(values) != len(to) or not all(value.isdigit() for value in values):
-        return {}
-    return dict(zip(to, map(int, values), strict=True))
+    values = [number_of(text) for text in _text(system, f"{NODES}/node{node}/distance").split()]
+    told = [value for value in values if value is not None]
+    return dict(zip(to, told, strict=True)) if len(told) == len(values) == len(to) else {}
 
 
 def _access(system: System, node: int, level: int) -> Access | None:
@@ -235,12 +235,12 @@ def _movable(system: System) -> dict[int, int]:
     found: dict[int, int] = {}
     node, zone = -1, ""
     for line in _text(system, "/proc/zoneinfo").splitlines():
-        head = re.fullmatch(r"Node (\d+), zone\s+(\w+)", line)
+        head = re.fullmatch(r"Node (\d{1,4}), zone\s+(\w+)", line)
         if head:
             node, zone = int(head[1]), head[2]
         managed = re.fullmatch(r"\s+managed\s+(\d+)", line)
         if managed and zone == "Movable":
-            found[node] = found.get(node, 0) + int(managed[1]) * _PAGE
+            found[node] = found.get(node, 0) + (number_of(managed[1]) or 0) * _PAGE
     return found
 
 
@@ -256,8 +256,7 @@ def _read_numbers(text: str) -> frozenset[int]:
 
 
 def _integer(system: System, path: str) -> int:
-    text = _text(system, path).strip()
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
+    return number_of(_text(system, path)) or 0
 
 
 def _text(system: System, path: str) -> str:

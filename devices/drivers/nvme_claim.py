@@ -47,6 +47,7 @@ from tierloop.devices.errors import (
     Gone,
     NoPermission,
     NotPresent,
+    ProtocolError,
     Timeout,
     Unsupported,
 )
@@ -89,6 +90,7 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
     drive = _questioned(target, wish.path)
     identity = drive.identity
     shift = identity.lba_nbytes.bit_length() - 1
+    _agree(device, system, generic, identity)
     namespace = Namespace(identity.nsid, shift, identity.volatile_write_cache)
     largest = _largest(device, system, generic, identity)
     target = replace(target, grid=identity.lba_nbytes, memory_grid=_MEMORY_GRID, largest=largest, namespace=namespace)
@@ -130,7 +132,10 @@ def _refused(device: str, path: str, error: OSError) -> DeviceError:
 def _generic_name(status: FileStatus, system: System) -> str | None:
     """The node's name in the kernel (ngXnY), by its number: what it is called in /dev says nothing."""
     number = f"{os.major(status.device)}:{os.minor(status.device)}"
-    name = posixpath.basename(resolved(system, f"/sys/dev/char/{number}"))
+    try:
+        name = posixpath.basename(resolved(system, f"/sys/dev/char/{number}"))
+    except OSError:  # links that lead round in a circle
+        return None
     return name if block_name(name) else None
 
 
@@ -191,6 +196,17 @@ def _lock(device: str, path: str, fd: int, system: System) -> None:
             detail = f"{path} belongs to another owner, in this process or another; a medium has one"
             raise Busy(device, "open", detail, error.errno) from error
         raise Unsupported(device, "open", f"{path} cannot be locked for one owner: {error}", error.errno) from error
+
+
+def _agree(device: str, system: System, generic: str, identity: Identity) -> None:
+    """The kernel and the drive must speak of the same blocks, or lengths would be wrong. Raises ProtocolError.
+
+    Older kernels show a disk of 512-byte blocks without capacity where a drive's are larger than a page.
+    """
+    kernel = number_in(system, f"/sys/block/{block_name(generic)}/queue/logical_block_size")
+    if kernel and kernel != identity.lba_nbytes <= PAGE:
+        detail = f"blocks of {identity.lba_nbytes} bytes, and the kernel says {kernel}: was it formatted since?"
+        raise ProtocolError(device, "identify", f"{detail} `nvme ns-rescan` makes the kernel look again")
 
 
 def _largest(device: str, system: System, generic: str, identity: Identity) -> int:

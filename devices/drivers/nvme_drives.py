@@ -70,7 +70,7 @@ def block_name(generic: str) -> str | None:
 
 def controllers_of(system: System, folder: str) -> list[str]:
     """The controllers that a node of a namespace (its folder in sysfs) is reached through; several under multipath."""
-    folder = resolved(system, folder)
+    folder = _where(system, folder)
     parent = _linked(system, f"{folder}/device") or posixpath.dirname(folder)
     name = posixpath.basename(parent)
     if re.fullmatch(r"nvme\d+", name):
@@ -80,7 +80,7 @@ def controllers_of(system: System, folder: str) -> list[str]:
 
 def in_use(system: System, folder: str) -> str:
     """Why nobody may overwrite the disk or partition that a folder of sysfs describes; empty if nothing is known."""
-    folder = resolved(system, folder)
+    folder = _where(system, folder)
     name = posixpath.basename(folder)
     parts = [part for part in names_in(system, folder) if text_in(system, f"{folder}/{part}/partition")]
     numbers = {text_in(system, f"{place}/dev"): posixpath.basename(place) for place in [folder, *_in(folder, parts)]}
@@ -119,8 +119,13 @@ def text_in(system: System, path: str) -> str:
 
 def number_in(system: System, path: str) -> int | None:
     """A whole number that is not negative, from a file of sysfs."""
-    said = text_in(system, path)
-    return int(said) if said.isdecimal() else None
+    return whole(text_in(system, path))
+
+
+def whole(said: str) -> int | None:
+    """The number that a text says, None if it is none that 64 bits hold."""
+    number = int(said) if said.isdecimal() and len(said) <= 20 else -1
+    return number if 0 <= number < 1 << 64 else None
 
 
 def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, int | None]:
@@ -178,4 +183,12 @@ def _linked(system: System, path: str) -> str | None:
         system.readlink(path)
     except OSError:
         return None
-    return resolved(system, path)
+    return _where(system, path)
+
+
+def _where(system: System, path: str) -> str:
+    """Where a path leads; the path itself if its links lead round in a circle."""
+    try:
+        return resolved(system, path)
+    except OSError:
+        return path

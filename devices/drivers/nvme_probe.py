@@ -33,6 +33,8 @@ def probe(path: str, system: System = HOST, deadline_s: float = 10.0) -> list[Re
     creates nothing. A path that is in use by an opened device, mounted or held is reported as busy; a drive that warns
     is a reason as well. Raises nothing but programming errors.
     """
+    if not path or "\0" in path:
+        return [Reason(f"nvme: path = {path!r}: a path is a string that is not empty, without a zero byte", fatal=True)]
     with ExitStack() as undo:
         try:
             medium = open_medium("nvme", Wish(path, deadline_s=deadline_s), system, undo)

@@ -23,11 +23,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from tierloop.devices.drivers.engines import Target, controller_state
+from tierloop.devices.drivers.engines import Target, controller_state, failed
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, number_in, place_of
+from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, number_in, place_of, whole
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
@@ -233,7 +233,7 @@ def _readable(target: Target, buffer: mmap.mmap, skew: int, nbytes: int) -> bool
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
-        raise from_os(target.device, "probe", error, f"a direct read of the first {nbytes} bytes") from error
+        raise failed(target, "probe", error.errno or 0, f"a direct read of the first {nbytes} bytes") from error
     return moved == [nbytes]
 
 
@@ -269,20 +269,22 @@ def _fact(system: System, status: FileStatus, name: str) -> str | None:
 
 def _logical_block(system: System, status: FileStatus) -> int:
     said = _fact(system, status, "queue/logical_block_size") or ""
-    nbytes = int(said) if said.isdecimal() else 0
+    nbytes = whole(said) or 0
     return nbytes if nbytes & (nbytes - 1) == 0 and nbytes <= _LARGEST_GRID else 0
 
 
 def _place(system: System, status: FileStatus) -> tuple[str | None, int | None]:
     """(bus address, NUMA node) of the controller under the medium."""
     node = _fact(system, status, "device/numa_node") or ""
-    return _fact(system, status, "device/address"), int(node) if node.isdecimal() else None
+    return _fact(system, status, "device/address"), whole(node)
 
 
 def _unopened(device: str, path: str, error: OSError) -> DeviceError:
     """The error for a path that cannot be opened: a node without a device behind it is not there."""
     if error.errno in (errno.ENXIO, errno.ENODEV):
         return NotPresent(device, "open", f"{path}: no device stands behind it", error.errno)
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return NotPresent(device, "open", f"{path[:200]}: {error.strerror}: nothing can stand there", error.errno)
     return from_os(device, "open", error, path)
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from tierloop.devices.errors import ConfigurationError, nearest
 
 
-def integer(name: str, options: dict[str, Any], key: str, default: int, least: int = 0) -> int:
-    """An integer option of at least `least`. Raises ConfigurationError."""
+def integer(name: str, options: dict[str, Any], key: str, default: int, least: int = 0, most: int | None = None) -> int:
+    """An integer option of at least `least`, and at most `most`. Raises ConfigurationError."""
     given = options.get(key, default)
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
         raise ConfigurationError(f"{name}: {key} = {given!r}; allowed: an integer of at least {least}")
+    if most is not None and given > most:
+        raise ConfigurationError(f"{name}: {key} = {given}; allowed: an integer from {least} to {most}")
     return given
 
 
 def names(name: str, options: dict[str, Any], key: str) -> tuple[str, ...]:
     """A list of names, or the keys of a table of them (as the registry gives routes). Raises ConfigurationError."""
     given = options.get(key, ())
-    if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+    if (
+        isinstance(given, str)
+        or not isinstance(given, Iterable)
+        or not all(isinstance(one, str) and one for one in given)
+    ):
         raise ConfigurationError(f"{name}: {key} = {given!r}; allowed: a list of names")
     return tuple(given)
 

@@ -110,7 +110,7 @@ def open_pnm(
         raise ConfigurationError(f"{name} is a real device and cannot run on the virtual clock; use the wall clock")
     with ExitStack() as undo:
         if window is None:
-            window = open_window(name, checked.path, checked.window_nbytes, system)
+            window = open_window(name, checked.path, checked.window_nbytes, system, checked.caches)
         undo.callback(window.close)
         layout = _layout(name, window)
         identity = identity or (secrets.randbits(32), secrets.randbits(32))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tierloop.devices.drivers.options import integer, names, refuse_unknown
 from tierloop.devices.errors import ConfigurationError
 
-_KNOWN = ["path", "window_nbytes", "queues", "reaches", "deadline_ms", "folder"]
+_KNOWN = ["path", "window_nbytes", "caches", "queues", "reaches", "deadline_ms", "folder"]
+Caches = Literal["auto", "flush", "coherent"]
+"""Who sees to the host's caches: the driver writes lines back and drops them, or the device looks into them."""
 _MOST_QUEUES = 64
 _MOST_DEADLINE_MS = 86_400_000
 
@@ -23,6 +25,7 @@ class Options:
     queues: int = 2
     reaches: tuple[str, ...] = ()
     deadline_ms: int = 30_000
+    caches: Caches = "auto"
 
     @classmethod
     def of(cls, device: str, options: dict[str, Any], needs_path: bool) -> Options:
@@ -37,7 +40,16 @@ class Options:
             _at_most(device, options, "queues", 2, _MOST_QUEUES),
             reaches,
             _at_most(device, options, "deadline_ms", 30_000, _MOST_DEADLINE_MS),
+            _caches(device, options, needs_path),
         )
+
+
+def _caches(device: str, options: dict[str, Any], mapped: bool) -> Caches:
+    given = options.get("caches", "auto")
+    if given not in get_args(Caches) or (not mapped and "caches" in options):
+        allowed = ", ".join(get_args(Caches)) if mapped else "none, for a window that was handed in"
+        raise ConfigurationError(f"{device}: caches = {given!r}; allowed: {allowed}")
+    return given  # type: ignore[no-any-return]  # one of them
 
 
 def _path(device: str, options: dict[str, Any], needed: bool) -> str:

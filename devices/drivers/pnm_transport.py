@@ -4,8 +4,8 @@ The driver reaches its device through a `Window` and nothing else. Production ma
 devdax; a test hands in the bus face of a firmware model. What must hold for every implementation:
 
 - What `write` wrote has left the host's caches when a later `ring` returns, or the device looks into them: it may read
-  those bytes from then on. (Map the window uncached or write-combined where the device does not snoop. The driver
-  cannot see this, but lines that did not get there have another checksum, and the device refuses them.)
+  those bytes from then on. A mapped window writes lines back and drops them before it reads (cache_lines.py), unless
+  the device is coherent, as a process behind a file is. Lines that did not get there have another checksum.
 - `read` gives what the device last wrote, not what the host's caches remember.
 - `ring` is one aligned store of 8 bytes, after every write before it.
 - A device that has left the bus reads as bytes of 0xFF; calls may also raise OSError.
@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.commands import Read, Write
+from tierloop.devices.drivers import cache_lines
+from tierloop.devices.drivers.pnm_options import Caches
 from tierloop.devices.drivers.pnm_wire import LAYOUT_NBYTES
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, Misaligned, NotPresent, Unsupported
 from tierloop.devices.regions import Region, Segment
@@ -80,7 +82,8 @@ class WindowBytes:
 class MappedWindow:
     """A window that is mapped from a path; made by `open_window`."""
 
-    def __init__(self, system: System, fd: int, mapping: mmap.mmap, nbytes: int) -> None:
+    def __init__(self, system: System, fd: int, mapping: mmap.mmap, nbytes: int, flushes: bool = False) -> None:
+        self._flushes = flushes
         self._system, self._fd, self._mapping = system, fd, mapping
         self._array: NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
         self._words: NDArray[np.uint64] | None = self._array[: nbytes // 8 * 8].view("<u8")
@@ -93,16 +96,23 @@ class MappedWindow:
         return self._nbytes
 
     def read(self, spans: Spans, into: NDArray[np.uint8]) -> None:
-        self._there.read(spans, into)
+        there = self._there
+        if self._flushes and self._array is not None:
+            cache_lines.drop(self._array, spans)
+        there.read(spans, into)
 
     def write(self, spans: Spans, data: NDArray[np.uint8]) -> None:
         self._there.write(spans, data)
+        if self._flushes and self._array is not None:
+            cache_lines.write_back(self._array, spans)
 
     def ring(self, offset: int, value: int) -> None:
         words = self._words
         if words is None:
             raise OSError(errno.EBADF, "the window is closed")
         words[offset // 8] = value
+        if self._flushes and self._array is not None:
+            cache_lines.write_back(self._array, Spans([(offset, 8)]))
 
     def close(self) -> None:
         self._array = self._words = self._bytes = None
@@ -117,8 +127,8 @@ class MappedWindow:
         return self._bytes
 
 
-def open_window(device: str, path: str, nbytes: int | None, system: System) -> MappedWindow:
-    """Map a window for one owner; `nbytes` may be left out for a file.
+def open_window(device: str, path: str, nbytes: int | None, system: System, caches: Caches = "auto") -> MappedWindow:
+    """Map a window for one owner; `nbytes` may be left out for a file, whose other side is coherent with this one.
 
     Raises NotPresent, NoPermission, Busy (another owner), Unsupported (a directory, a block device), ConfigurationError
     or Misaligned (a size that is missing, too small, or no whole number of pages), and what mapping it raises.
@@ -141,8 +151,12 @@ def open_window(device: str, path: str, nbytes: int | None, system: System) -> M
             if error.errno in (errno.ENXIO, errno.ENODEV):
                 raise NotPresent(device, "open", f"{path}: no device stands behind it", error.errno) from error
             raise from_os(device, "open", error, path) from error
+        flushes = caches == "flush" or (caches == "auto" and kind != "file")
+        if flushes and not cache_lines.known():
+            advice = "map the window uncached, or say caches = 'coherent' if the device looks into the host's caches"
+            raise Unsupported(device, "open", f"{path}: this processor's caches cannot be flushed here; {advice}")
         undo.pop_all()
-        return MappedWindow(system, fd, mapping, size)
+        return MappedWindow(system, fd, mapping, size, flushes)
 
 
 def _lock(device: str, path: str, system: System, fd: int) -> None:

@@ -164,7 +164,7 @@ def open_reference(name: str, site: Site, options: dict[str, Any]) -> Reference:
         site,
         integer(name, options, "duration_ns", 1),
         integer(name, options, "capacity", 1 << 30, 1),
-        integer(name, options, "queues", 4, 1),
+        integer(name, options, "queues", 4, 1, 1 << 16),
         names(name, options, "reaches"),
     )
 

@@ -75,8 +75,6 @@ class Registrations:
             entry = _Entry(_address(region.view), region.nbytes, region, region.view)
             if not 0 < entry.nbytes <= min(self._most_nbytes, _LARGEST_BUFFER) or not self._add(entry):
                 self._never.add(key)
-            elif self._registered is not None:
-                self._registered(region)
             index = self._index(region)
         if index >= 0:
             self._used[key] = self._turn
@@ -121,10 +119,14 @@ class Registrations:
         try:
             self._ring.register([(entry.address, entry.nbytes) for entry in table])
         except OSError as error:
+            entry = asked or (table or self._table)[0]
             self._table = []
-            self._refuse(error, asked or table[0])
+            self._refuse(error, entry)
             return False
         self._table = table
+        for entry in table:  # all are pinned anew, and pages of any may have moved
+            if entry.region is not None and self._registered is not None:
+                self._registered(entry.region)
         self._used = {key: turn for key, turn in self._used.items() if any(_key(e.region) == key for e in table)}
         return True
 

@@ -48,8 +48,8 @@ def has_wide_registers() -> bool:
     That is this one, unless Numba was told another (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES): kernels for a machine without
     them are compiled beforehand on one that has them.
     """
-    if numba.config.CPU_NAME:
-        return "+avx512f" in (numba.config.CPU_FEATURES or "")
+    if getattr(numba.config, "CPU_NAME", None):  # its values come from the environment: no checker knows their names
+        return "+avx512f" in (getattr(numba.config, "CPU_FEATURES", None) or "")
     return bool(llvm.get_host_cpu_features().get("avx512f"))
 
 

@@ -82,23 +82,27 @@ def put_memory(
         tree.put(place, " ".join([*row, "20"]) if other != node else " ".join(["20"] * (len(others) - 1) + ["10"]))
     for name in ("possible", "online", "has_memory") if online else ("possible",):
         _add_to_list(tree, f"{_NODES}/{name}", node)
-    _speed(tree, node, 0, *speed)
+    _speed(tree, node, None, *speed)
     ns, mb_per_s = speed[0] + speed[1], speed[2] + speed[3]
     tier = 576 * ns // (2 * _DRAM_LATENCY_NS) * 2 * _DRAM_MB_PER_S // mb_per_s >> 7
     tree.put(f"/sys/devices/virtual/memory_tiering/memory_tier{tier}/nodelist", str(node))
 
 
 def link(tree: Tree, path: str, target: str) -> None:
-    """A link, relative as they are below /sys."""
-    tree.link(path, posixpath.relpath(target, posixpath.dirname(path)))
+    """A link, relative as they are below /sys: it ends with the target's name, also where it leads upwards."""
+    folder, name = posixpath.split(target)
+    tree.link(path, posixpath.normpath(posixpath.join(posixpath.relpath(folder, posixpath.dirname(path)), name)))
 
 
-def _speed(tree: Tree, node: int, initiator: int, *speed: int) -> None:
+def _speed(tree: Tree, node: int, initiator: int | None, *speed: int) -> None:
+    """How fast a node is; Linux names no initiator where the numbers come from a CXL region."""
     for access in (0, 1):
         at = f"{_NODES}/node{node}/access{access}/initiators"
         names = ("read_latency", "write_latency", "read_bandwidth", "write_bandwidth")
         for name, number in zip(names, speed, strict=True):
             tree.put(f"{at}/{name}", str(number))
+        if initiator is None:
+            continue
         link(tree, f"{at}/node{initiator}", f"{_NODES}/node{initiator}")
         link(tree, f"{_NODES}/node{initiator}/access{access}/targets/node{node}", f"{_NODES}/node{node}")
 

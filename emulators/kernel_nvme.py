@@ -48,6 +48,7 @@ from tierloop.firmware_models.nvme_namespace import Namespace
 from tierloop.firmware_models.passthrough import Passthrough
 
 _ADDRESS = "0000:00:04.0"
+_MOST_SEGMENTS = 128
 _BUS = f"/sys/devices/pci0000:00/{_ADDRESS}"
 
 
@@ -183,6 +184,7 @@ def _namespace_tree(tree: Tree, drive: str, figures: NvmeFigures, nsid: int, nam
         "queue/logical_block_size": str(namespace.lba_nbytes),
         "queue/physical_block_size": str(namespace.lba_nbytes),
         "queue/max_hw_sectors_kb": str(largest),
+        "queue/max_segments": str(min(largest // 4 + 1, _MOST_SEGMENTS)),
         "queue/max_sectors_kb": str(min(largest, 1280)),
         "queue/nr_requests": "127",
         "queue/rotational": "0",

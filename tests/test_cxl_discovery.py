@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.cxl_rig import MIB, tree
 from tierloop.devices.drivers.cxl_parts import Topology
+from tierloop.devices.drivers.cxl_steps import region_command, region_steps
 from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.emulators.kernel import ModelKernel, Tree
 
@@ -140,9 +143,41 @@ def test_a_card_without_a_region_says_how_to_make_one() -> None:
     for name in ("decoder3.0", "decoder4.0"):
         texts.put(f"{texts.real(f'/sys/bus/cxl/devices/{name}')}/region", "")
     topology = cxl_topology(ModelKernel(texts))
-    assert problems(topology, "mem0") == [
-        ("no region maps its ram", "cxl create-region -m -t ram -d decoder0.0 -w 1 mem0")
-    ]
+    [(reason, command)] = problems(topology, "mem0")
+    assert reason == "no region maps its ram"
+    assert command.startswith("cd /sys/bus/cxl/devices && r=$(cat decoder0.0/create_ram_region) && ")
+    assert command.endswith(
+        " && echo decoder3.0 >$r/target0 && echo 1 >$r/commit && echo $r >../drivers/cxl_region/bind"
+    )
+
+
+def test_the_command_for_a_volatile_region_writes_what_the_kernel_wants_in_its_order(tmp_path: Path) -> None:
+    """A shell runs it on plain files, where the next region is called region7."""
+    bus = tmp_path / "bus/cxl"
+    for folder in ("devices/decoder0.1", "devices/decoder4.0", "devices/decoder5.0", "devices/region7"):
+        (bus / folder).mkdir(parents=True)
+    (bus / "drivers/cxl_region").mkdir(parents=True)
+    (bus / "devices/decoder0.1/create_ram_region").write_text("region7\n")
+    command = region_command("decoder0.1", [("decoder4.0", 1 << 28), ("decoder5.0", 1 << 28)], 512)
+    subprocess.run(["sh", "-ec", command.replace("/sys/bus/cxl", str(bus), 1)], check=True)
+    written = {str(path.relative_to(bus)): path.read_text().strip() for path in bus.rglob("*") if path.is_file()}
+    assert written == {
+        "devices/decoder0.1/create_ram_region": "region7",
+        "devices/decoder4.0/mode": "ram",
+        "devices/decoder4.0/dpa_size": "0x10000000",
+        "devices/decoder5.0/mode": "ram",
+        "devices/decoder5.0/dpa_size": "0x10000000",
+        "devices/region7/interleave_granularity": "512",
+        "devices/region7/interleave_ways": "2",
+        "devices/region7/size": "0x20000000",
+        "devices/region7/target0": "decoder4.0",
+        "devices/region7/target1": "decoder5.0",
+        "devices/region7/commit": "1",
+        "drivers/cxl_region/bind": "region7",
+    }
+    order = [step.path for step in region_steps("decoder0.1", "region7", [("decoder4.0", 1 << 28)])]
+    assert order.index("decoder4.0/dpa_size") < order.index("region7/size") < order.index("region7/target0")
+    assert order[-2:] == ["region7/commit", "../drivers/cxl_region/bind"]
 
 
 def test_a_region_whose_card_was_disabled_says_which() -> None:

@@ -187,7 +187,7 @@ def test_the_card_states_its_rates(site: Site) -> None:
 @pytest.mark.parametrize(
     ("mode", "kind", "message"),
     [
-        ("memdev", NotPresent, r"there are: none; mem0: no region maps its ram; to change it: cxl create-region"),
+        ("memdev", NotPresent, r"there are: none; mem0: no region maps its ram; to change it: cd /sys/"),
         ("unbound", Unsupported, r"in mode disabled: .*daxctl reconfigure-device --mode=devdax dax0\.0"),
         ("system-ram", Unsupported, r"in mode system-ram: it is node 1 now"),
     ],

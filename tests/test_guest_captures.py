@@ -6,6 +6,7 @@ here, one difference per test.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,43 @@ def test_a_memory_without_a_region_has_no_dax_device_and_one_with_it_has() -> No
     (dax,) = topology.daxes
     (region,) = topology.regions
     assert (dax.mode, dax.region, region.mode, region.committed) == ("devdax", region.name, "ram", True)
+
+
+def test_a_memory_that_is_a_node_has_its_blocks_there(machine: Machine) -> None:
+    topology = cxl_topology(kernel("guest-cxl-node"))
+    dax = next(dax for dax in topology.daxes if dax.mode == "system-ram")
+    node = topology.node(dax.target_node)
+    assert node is not None
+    assert node.block_nbytes is not None
+    assert node.state == "online"
+    assert node.online * node.block_nbytes == dax.nbytes
+    shown = numa_topology(kernel("guest-cxl-node")).nodes[node.number]
+    assert (shown.nbytes, shown.has_cpu) == (dax.nbytes, False)
+    assert any(access.read_latency_ns for access in shown.access)
+
+
+def test_a_persistent_region_is_known_as_one(machine: Machine) -> None:
+    topology = cxl_topology(kernel("guest-cxl-node"))
+    [dax] = [dax for dax in topology.daxes if dax.persistent]
+    memory = next(memory for memory in machine.cxl if memory.persistent)
+    region = topology.region(dax.region)
+    assert region is not None
+    assert (region.mode, region.committed, region.nbytes) == ("pmem", True, memory.mib << 20)
+    assert region.uuid
+
+
+def test_each_memory_is_told_the_window_that_leads_to_it(machine: Machine) -> None:
+    """Every window of the guest takes both kinds; which bridge it leads to makes the difference."""
+    topology = cxl_topology(kernel("guest-cxl"))
+    windows = {f"decoder0.{at}": memories for at, memories in enumerate(machine.bridges.values())}
+    for window, memories in windows.items():
+        for memory in memories:
+            memdev = next(one for one in topology.memdevs if one.serial == memory.serial)
+            [problem] = [one for one in topology.problems if one.subject == memdev.name]
+            named = set(re.findall(r"decoder0\.\d+", problem.command))
+            assert named == {window}, f"{memory.name}: {problem}"
+            decoder = next(port for port in topology.ports if port.name == memdev.endpoint).decoders[0].name
+            assert (f"echo {decoder} >$r/target0" in problem.command) != memory.persistent
 
 
 def test_the_table_of_a_memory_speaks_of_all_of_it(machine: Machine) -> None:

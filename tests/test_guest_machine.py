@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.tools.guest.arguments import Choices, Files, command_line
+from tierloop.tools.guest.arguments import Choices, Files, Wire, command_line
 from tierloop.tools.guest.machine import DEFAULT, MACHINES, Machine, load, parse
 
 SMALL = """
@@ -187,3 +187,33 @@ def test_more_words_reach_kernel_and_qemu() -> None:
     words = words_of(load(DEFAULT), Choices(kernel_words=("debug",), qemu_words=("-device", "mine,bus=pcie.0")))
     assert after(words, "-append")[0].endswith(" debug")
     assert words[-2:] == ["-device", "mine,bus=pcie.0"]
+
+
+def test_a_wire_ends_where_the_other_guests_begins() -> None:
+    near = Wire(Path("/tmp/w"), 0)
+    ends = []
+    for wire in (near, near.other):
+        words = words_of(load("peer"), Choices(wire=wire))
+        [told] = [word for word in after(words, "-netdev") if word.startswith("dgram,")]
+        ends.append(dict(part.partition("=")[::2] for part in told.split(",")[1:]))
+        [port] = of_kind(words, "-device", "netdev", "wire")
+        assert port["mac"] == wire.mac
+    assert ends[0]["local.path"] == ends[1]["remote.path"] != ends[0]["remote.path"] == ends[1]["local.path"]
+    assert near.other.other == near
+    assert len({near.address, near.other.address, near.mac, near.other.mac}) == 4
+
+
+def test_ports_of_one_guest_have_different_addresses() -> None:
+    words = words_of(load("peer"), Choices(wire=Wire(Path("/tmp/w"), 1)))
+    macs = [port["mac"] for port in of_kind(words, "-device", "driver", "virtio-net-pci")]
+    assert len(macs) == len(set(macs)) == 2
+    assert len(of_kind(words_of(load("peer")), "-device", "driver", "virtio-net-pci")) == 1
+
+
+def test_words_for_qemu_come_last_and_as_they_are() -> None:
+    """So that a vendor's device, or one of this host by vfio, can name what stands before it."""
+    vfio = ("-device", "vfio-pci,host=0000:65:00.0,bus=pcie.0")
+    words = words_of(load(DEFAULT), Choices(qemu="./qemu-system-x86_64", qemu_words=vfio, kernel_words=("a=b", "c")))
+    assert words[0] == "./qemu-system-x86_64"
+    assert tuple(words[-2:]) == vfio
+    assert after(words, "-append")[0].endswith(" a=b c")

@@ -228,7 +228,7 @@ def test_too_little_space_is_said_before_anything_is_fetched(rig: Places, monkey
         setting_up.set_up(rig, print)
 
 
-def test_a_rig_is_not_removed_while_a_guest_runs_from_it(rig: Places) -> None:
+def test_a_rig_is_neither_removed_nor_replaced_while_a_guest_runs_from_it(rig: Places) -> None:
     run = rig.runs / "run-a"
     run.mkdir(parents=True)
     (run / "owner").touch()
@@ -243,6 +243,8 @@ def test_a_rig_is_not_removed_while_a_guest_runs_from_it(rig: Places) -> None:
         held.stdout.readline()
         with pytest.raises(ConfigurationError, match="run-a"):
             setting_up.clean(rig)
+        with pytest.raises(ConfigurationError, match="run-a"):
+            setting_up.set_up(rig, print, again=True)
         held.stdin.close()
     assert setting_up.clean(rig) == 0
     assert not rig.root.exists()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
+import shutil
+import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +85,16 @@ def test_a_guest_that_is_switched_off_has_no_status(boot: Boot) -> None:
     assert "switched off before the command ended" in boot("exit 0").reason
 
 
+def test_a_full_results_folder_is_no_success(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(1 << 40, 0, 4096 if folder == results else 1 << 40))
+    outcome = boot("touch $run/ready; echo 0 > $run/status", results=results)
+    assert outcome.exit_code == running.NO_STATUS
+    assert f"the disk of {results} is full" in outcome.reason
+
+
 def test_a_command_that_never_ends_is_ended(boot: Boot) -> None:
     outcome = boot("echo $$ > $run/../../pid; touch $run/ready; exec sleep 1000", limit_s=0.5)
     assert outcome.reason == "still running after 0.5 s"
@@ -98,6 +114,72 @@ def test_no_qemu_outlives_an_interruption(boot: Boot, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         boot("touch $run/ready; exec sleep 1000", while_running=interrupt)
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+@pytest.fixture
+def command_line(tmp_path: Path) -> Callable[..., tuple[list[str], dict[str, str], Places]]:
+    """The words and environment of `tierloop guest …` on a small machine whose QEMU is a script."""
+
+    def made(text: str, verb: str, *more: str) -> tuple[list[str], dict[str, str], Places]:
+        places = Places(tmp_path / "rig")
+        places.layers.mkdir(parents=True)
+        write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+        (tmp_path / "small.toml").write_text("[[node]]\nid = 0\nmib = 64\ncpus = 1\n")
+        script = tmp_path / "qemu"
+        script.write_text(f"#!/bin/bash\n{RUN_FOLDER}{text}\n")
+        script.chmod(0o755)
+        code = "import sys; from tierloop.tools.cli import main; sys.exit(main())"
+        options = ["--machine", str(tmp_path / "small.toml"), "--qemu", str(script)]
+        environment = {**os.environ, "TIERLOOP_GUEST": str(places.root), "PYTHONPATH": os.pathsep.join(sys.path)}
+        return [sys.executable, "-c", code, "guest", verb, *options, *more], environment, places
+
+    return made
+
+
+Line = Callable[..., tuple[list[str], dict[str, str], Places]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_line_leaves_no_qemu_and_no_folder(command_line: Line, number: signal.Signals) -> None:
+    """The whole of `tierloop guest run`, and the real signal: as Ctrl-C, to the program in front."""
+    words, environment, places = command_line(
+        "touch $run/ready; echo begun > $run/stdout; exec sleep 1000", "run", "--", "true"
+    )
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == b"begun\n"
+        [child] = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
+        caller.send_signal(number)
+        _, said = caller.communicate(timeout=60)
+    assert (caller.returncode, said) == (128 + number, b"tierloop: interrupted\n")
+    assert not Path("/proc", child).exists()
+    assert list(places.runs.iterdir()) == []
+
+
+def test_a_shell_has_the_terminal_and_ends_with_its_status(command_line: Line) -> None:
+    text = 'touch $run/ready; read -r line; echo "got $line"; grep TERMINAL $run/settings; echo 7 > $run/status'
+    words, environment, places = command_line(text, "shell")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 101, 0, 0))
+    environment = {name: value for name, value in environment.items() if name not in ("LINES", "COLUMNS")}
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as shell:
+        os.close(theirs)
+        os.write(ours, b"hello\n")
+        said = b""
+        while b"TERMINAL" not in said or not said.endswith(b"\n"):
+            said += os.read(ours, 4096)
+        assert shell.wait(60) == 7
+    os.close(ours)
+    assert b"got hello" in said
+    assert b"TERMINAL='rows 33 cols 101'" in said
+    assert list(places.runs.iterdir()) == []
+
+
+def test_a_shell_without_a_terminal_is_refused(command_line: Line) -> None:
+    words, environment, _ = command_line("exit 1", "shell")
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert "guest shell needs a terminal" in done.stderr
 
 
 def test_no_qemu_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
@@ -157,6 +239,11 @@ def test_kvm_that_cannot_run_a_kernel_is_refused_with_the_reason(tmp_path: Path)
     assert running.kvm_refused(str(device), str(cpuinfo)) == ""
 
 
+def test_a_qemu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such program"):
+        running.check(SMALL, Choices(qemu=str(tmp_path / "qemu")))
+
+
 def test_an_unknown_accelerator_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="allowed: tcg, kvm"):
         running.check(SMALL, Choices(accelerator="hvf"))
@@ -199,6 +286,25 @@ def test_junit_is_read(tmp_path: Path) -> None:
 def test_half_a_junit_file_is_no_result(tmp_path: Path, text: str) -> None:
     (tmp_path / "junit.xml").write_text(text)
     assert testing.read_junit(tmp_path / "junit.xml") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pair"),
+    [
+        ([], True),
+        (["-k", "poison"], True),
+        (["tests/guest"], True),
+        (["tests/guest/test_rdma_pair.py::test_a"], True),
+        (["tests/guest/test_cxl.py", "-k", "poison"], False),
+        (["tests/test_numa_real.py"], False),
+    ],
+)
+def test_a_second_guest_is_started_where_its_tests_run(arguments: list[str], pair: bool) -> None:
+    assert testing.asks_for_a_pair(arguments) is pair
+
+
+def test_the_word_behind_an_option_names_no_tests() -> None:
+    assert testing.named_tests(["-k", "poison", "-x", "tests/guest/test_cxl.py::test_a"]) == ["tests/guest/test_cxl.py"]
 
 
 OUTCOME = running.Outcome(0, "", (), 7.0, 60.0)

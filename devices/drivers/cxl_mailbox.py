@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from tierloop.devices.drivers.cxl_problems import CXL
+from tierloop.devices.drivers.cxl_steps import CXL
 from tierloop.devices.drivers.cxl_sysfs import Folder
 from tierloop.devices.errors import Busy, DeviceError, MediaError, NoPermission, ProtocolError, Timeout, Unsupported
 from tierloop.devices.system import HOST, System, address_of, from_os

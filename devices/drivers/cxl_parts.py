@@ -23,7 +23,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Memdev:
-    """A memory device. `dynamic` are its dynamic capacity partitions: (name, size)."""
+    """A memory device. `dynamic` are its dynamic capacity partitions: (name, size); `bridge` the host bridge it is
+    behind."""
 
     name: str
     serial: int | None
@@ -37,6 +38,7 @@ class Memdev:
     bus_address: str | None
     endpoint: str | None = None
     dynamic: tuple[tuple[str, int], ...] = ()
+    bridge: str | None = None
 
     @property
     def state(self) -> Literal["enabled", "disabled"]:
@@ -69,13 +71,17 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Port:
-    """A root, a switch or an endpoint, with its decoders. `device` is what it belongs to: for an endpoint, a memdev."""
+    """A root, a switch or an endpoint, with its decoders. `device` is what it belongs to: for an endpoint, a memdev.
+
+    `below` are its downstream ports: what targets of decoders call each, and the device that it is.
+    """
 
     name: str
     kind: Literal["root", "switch", "endpoint"]
     device: str | None
     enabled: bool
     decoders: tuple[Decoder, ...]
+    below: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,20 @@ class Topology:
         """A dax device that became, or would become, that node; one in mode system-ram first."""
         there = [dax for dax in self.daxes if dax.target_node == number]
         return next((dax for dax in there if dax.mode == "system-ram"), there[0] if there else None)
+
+    def windows(self, memdev: Memdev, kind: str) -> tuple[Decoder, ...]:
+        """The platform's windows in which a region of one memdev can lie, ram or pmem; those for it alone come first.
+
+        Where sysfs does not say what a window leads to, it may be any.
+        """
+        found = []
+        for port in self.ports:
+            mine = {number for number, device in port.below if device == memdev.bridge}
+            for decoder in port.decoders:
+                leads = not mine or not decoder.targets or bool(mine & set(decoder.targets))
+                if decoder.kind == "root" and kind in decoder.takes and leads:
+                    found.append(decoder)
+        return tuple(sorted(found, key=lambda decoder: len(decoder.targets)))
 
     def why(self, *subjects: str | None) -> str:
         """What is known to be wrong with these, in one line; "" if nothing."""

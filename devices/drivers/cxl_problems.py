@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierloop.devices.drivers.cxl_parts import Dax, Memdev, Node, Problem, Region, Topology
+from tierloop.devices.drivers.cxl_parts import Dax, Decoder, Memdev, Node, Problem, Region, Topology
+from tierloop.devices.drivers.cxl_steps import CXL, region_command
 
-CXL = "/sys/bus/cxl/devices"
 MEMORY = "/sys/devices/system/memory"
 _PORT = {"root": "", "switch": "", "endpoint": "-e "}
 """How cxl enable-port is told which kind of port it is."""
@@ -64,12 +64,20 @@ def _of_memdev(topology: Topology, memdev: Memdev) -> Iterator[Problem]:
     for kind in kinds:
         if kind in mapped:
             continue
-        window = next((d for d in topology.decoders if d.kind == "root" and kind in d.takes), None)
+        window = next(iter(topology.windows(memdev, kind)), None)
         if window is None:
-            yield Problem(memdev.name, f"no region, and no window of the platform takes {kind} (see the CEDT)")
+            where = f" behind {memdev.bridge}" if memdev.bridge else ""
+            yield Problem(memdev.name, f"no region, and no window of the platform takes {kind}{where} (see the CEDT)")
         else:
-            command = f"cxl create-region -m -t {kind} -d {window.name} -w 1 {memdev.name}"
-            yield Problem(memdev.name, f"no region maps its {kind}", command)
+            yield Problem(memdev.name, f"no region maps its {kind}", _create_region(memdev, mine, window, kind))
+
+
+def _create_region(memdev: Memdev, mine: list[Decoder], window: Decoder, kind: str) -> str:
+    """How to make a region of all that a memdev has of one kind."""
+    free = next((decoder for decoder in mine if decoder.region is None), None)
+    if kind == "ram" and free is not None:
+        return region_command(window.name, [(free.name, memdev.ram_nbytes)], window.granule_nbytes or 256)
+    return f"cxl create-region -m -t {kind} -d {window.name} -w 1 {memdev.name}"
 
 
 def _of_region(topology: Topology, region: Region) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from tierloop.devices.drivers.cxl_cdat import Rates, parse
 from tierloop.devices.drivers.cxl_opening import Backing
 from tierloop.devices.drivers.cxl_options import Options
 from tierloop.devices.drivers.cxl_parts import Topology
-from tierloop.devices.drivers.cxl_problems import CXL
+from tierloop.devices.drivers.cxl_steps import CXL
 from tierloop.devices.drivers.cxl_sysfs import Folder
 from tierloop.devices.drivers.numa_topology import NODES
 from tierloop.devices.errors import DeviceError

@@ -21,7 +21,8 @@ from dataclasses import replace
 from typing import Literal
 
 from tierloop.devices.drivers.cxl_parts import Dax, Decoder, Memdev, Node, Port, Region, Topology
-from tierloop.devices.drivers.cxl_problems import CXL, MEMORY, problems_of
+from tierloop.devices.drivers.cxl_problems import MEMORY, problems_of
+from tierloop.devices.drivers.cxl_steps import CXL
 from tierloop.devices.drivers.cxl_sysfs import Folder
 from tierloop.devices.drivers.numa_topology import NODES
 from tierloop.devices.system import HOST, System
@@ -29,6 +30,7 @@ from tierloop.devices.system import HOST, System
 DAX = "/sys/bus/dax/devices"
 
 _REGION = re.compile(r"/(region\d+)/dax_region\d+(?:/|$)")
+_BRIDGE = re.compile(r"/(pci[0-9a-f]{4,}:[0-9a-f]{2})/")
 _PCI = re.compile(r"/([0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])/mem\d+$")
 
 
@@ -63,7 +65,7 @@ def cxl_topology(system: System = HOST) -> Topology:
 
 
 def _memdev(folder: Folder, endpoint: str | None) -> Memdev:
-    address = _PCI.search(folder.path)
+    address, bridge = _PCI.search(folder.path), _BRIDGE.search(folder.path)
     parts = [name for name in folder.names() if re.fullmatch(r"dynamic_ram_[a-z]|dc\d+", name)]
     return Memdev(
         name=folder.name,
@@ -78,6 +80,7 @@ def _memdev(folder: Folder, endpoint: str | None) -> Memdev:
         bus_address=address[1] if address else None,
         endpoint=endpoint,
         dynamic=tuple((name, folder.number(f"{name}/size") or 0) for name in parts),
+        bridge=bridge[1] if bridge else None,
     )
 
 
@@ -86,12 +89,14 @@ def _port(folder: Folder, decoders: list[Folder]) -> Port:
     kind: Literal["root", "switch", "endpoint"] = (
         "root" if name.startswith("root") else "endpoint" if name.startswith("endpoint") else "switch"
     )
+    below = [(port[5:], folder.link(port)) for port in folder.names("dport")]
     return Port(
         name,
         kind,
         folder.link("uport"),
         kind == "root" or folder.link("driver") is not None,
         tuple(_decoder(decoder, name, kind) for decoder in decoders),
+        tuple((number, device) for number, device in below if device is not None),
     )
 
 

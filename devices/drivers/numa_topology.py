@@ -33,7 +33,8 @@ _PAGE = mmap.PAGESIZE
 class Access:
     """What the firmware says about a node's memory as seen from its best initiators; 0 is unknown.
 
-    `level` 0 counts every initiator, 1 those with cores only.
+    `level` 0 counts every initiator, 1 those with cores only. Of memory behind CXL that became a node, Linux tells the
+    numbers and no initiator.
     """
 
     level: int
@@ -211,9 +212,9 @@ def _access(system: System, node: int, level: int) -> Access | None:
     folder = f"{NODES}/node{node}/access{level}/initiators"
     names = names_in(system, folder)
     initiators = frozenset(int(name[4:]) for name in names if re.fullmatch(r"node\d{1,4}", name))
-    if not initiators:
-        return None
     value = {name: _integer(system, f"{folder}/{name}") for name in names if name.endswith(("_latency", "_bandwidth"))}
+    if not initiators and not any(value.values()):
+        return None
     return Access(
         level,
         initiators,

@@ -45,6 +45,9 @@ WINDOW = 16 * LARGEST_TRANSFER
 """Host memory that a copy through a window takes at most, unless its two sides overlap."""
 
 
+_AGAIN = "its claim on the medium stands until this process ends: end it to open the medium again"
+
+
 class Outcome(NamedTuple):
     """What became of a command; `stuck` says that transfers are still out and the device must be given up."""
 
@@ -127,7 +130,7 @@ class Worker:
         except Stuck as failed:
             stuck = True
             _ABANDONED.append((engine, completion, failed))
-            detail = f"{failed}; the device is given up, because the kernel may still move those bytes"
+            detail = f"{failed}; the device is given up, because the kernel may still move those bytes; {_AGAIN}"
             error = Timeout(self._target.device, verb(command), detail)
         except Exception as failed:
             error = as_device_error(self._target.device, verb(command), failed)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -38,6 +39,18 @@ PAIR, TRIPLE = _tuple_of(INT64, 2), _tuple_of(INT64, 3)
 def _digest() -> str:
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+
+
+@cache
+def has_wide_registers() -> bool:
+    """Whether the processor that is compiled for has 32 registers of 16 float32 lanes (AVX-512).
+
+    That is this one, unless Numba was told another (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES): kernels for a machine without
+    them are compiled beforehand on one that has them.
+    """
+    if getattr(numba.config, "CPU_NAME", None):  # its values come from the environment: no checker knows their names
+        return "+avx512f" in (getattr(numba.config, "CPU_FEATURES", None) or "")
+    return bool(llvm.get_host_cpu_features().get("avx512f"))
 
 
 def _compile(function: _F, compiler: Callable[..., Any], **options: Any) -> Any:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 
 from tierloop.devices.kernels.compiled import INT64 as WORD
-from tierloop.devices.kernels.compiled import caller, entry, inline, load, store
+from tierloop.devices.kernels.compiled import caller, entry, has_wide_registers, inline, load, store
 from tierloop.devices.kernels.lanes import (
     FLOAT,
     INT32,
@@ -35,7 +34,7 @@ from tierloop.devices.kernels.lanes import (
     spread,
 )
 
-TILE_ROWS = 12 if llvm.get_host_cpu_features().get("avx512f") else 6
+TILE_ROWS = 12 if has_wide_registers() else 6
 """Rows of a tile: what the registers hold beside the packed vector and a spread element. With 16 registers of 8 floats
 6 rows × 2 registers; 4 rows would be too few to keep two multipliers busy for the 4 cycles that an addition takes."""
 NOBODY = (1 << 31) - 1

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
 
 from tierloop.devices.kernels.compiled import FLOAT as REAL
 from tierloop.devices.kernels.compiled import INT64 as WORD
-from tierloop.devices.kernels.compiled import caller, entry, inline, load, store
+from tierloop.devices.kernels.compiled import caller, entry, has_wide_registers, inline, load, store
 from tierloop.devices.kernels.lanes import (
     FLOAT,
     FLOAT32,
@@ -64,7 +63,7 @@ NUMBER_OF_WIDTH = np.array([0, 0, 1, 2, 2], dtype=np.int64)
 
 def _rows_at_a_time() -> int:
     """Key rows whose sums the registers hold: 4 × 16 lanes in 16 registers of 8, 8 × 16 lanes in 32 of 16."""
-    return 8 if llvm.get_host_cpu_features().get("avx512f") else 4
+    return 8 if has_wide_registers() else 4
 
 
 class Asked:

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+
+import pytest
 
 from tierloop.devices.drivers.nvme_drives import NvmeNamespace, nvme_drives
 from tierloop.devices.errors import NotPresent
 from tierloop.devices.system import HOST
+from tierloop.tools.guest.machine import Drive, Machine
 
 APPEARS_S = 30.0
+
+
+def drive_of(machine: Machine, what: str, fits: Callable[[Drive], bool] = lambda _: True) -> Drive:
+    """The first drive of a machine that fits; skips the test where there is none, saying what it would be."""
+    for drive in machine.drives:
+        if fits(drive):
+            return drive
+    pytest.skip(f"this machine has no {what}")
+
+
+def sound(machine: Machine) -> Drive:
+    """A drive of which every sector can be read."""
+    return drive_of(machine, "drive without lost sectors", lambda drive: not drive.error_sectors)
 
 
 def namespace(serial: str, wait_s: float = 0.0) -> NvmeNamespace:

@@ -9,6 +9,13 @@ from tierloop.tools.guest import cxl_regions
 from tierloop.tools.guest.machine import Cxl, Machine
 
 
+def two_nodes(machine: Machine) -> list[int]:
+    """The first node and the last one; skips the test where they are one."""
+    if len(machine.nodes) < 2:
+        pytest.skip("this machine has one node")
+    return [machine.nodes[0].id, machine.nodes[-1].id]
+
+
 def volatile_of(machine: Machine, count: int) -> tuple[Cxl, ...]:
     """The volatile memories of a bridge that has so many; skips the test where there is none."""
     for memories in machine.bridges.values():
@@ -27,4 +34,4 @@ def dax_of(machine: Machine, memories: tuple[Cxl, ...]) -> str:
                 if dax.mode != "devdax":
                     cxl_regions.devdax(dax.name)
                 return dax.name
-    return cxl_regions.volatile_region(machine, memories).name
+    return cxl_regions.volatile_region(memories).name

@@ -46,14 +46,21 @@ def new_site() -> Site:
 
 @pytest.fixture(scope="module")
 def volatile(machine: Machine) -> Dax:
-    """The volatile memory as a dax device."""
-    return cxl_regions.volatile_region(machine, (alone(machine, persistent=False),))
+    """The volatile memory as a dax device, by the command that the driver names for a memory without a region."""
+    topology = cxl_topology()
+    name = cxl_regions.memdev_of(topology, alone(machine, persistent=False))
+    [problem] = [problem for problem in topology.problems if problem.subject == name]
+    before = {dax.name for dax in topology.daxes}
+    cxl_regions.call("sh", "-ec", problem.command)
+    dax = cxl_regions.new_dax(before)
+    cxl_regions.devdax(dax.name)
+    return next(one for one in cxl_topology().daxes if one.name == dax.name)
 
 
 @pytest.fixture(scope="module")
 def persistent(machine: Machine) -> Dax:
     """The persistent memory as a dax device."""
-    return cxl_regions.persistent_region(machine, alone(machine, persistent=True))
+    return cxl_regions.persistent_region(alone(machine, persistent=True))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +68,7 @@ def interleaved(machine: Machine) -> Dax:
     """A region over two memories."""
     for memories in machine.bridges.values():
         if len(memories) == 2:
-            return cxl_regions.volatile_region(machine, memories)
+            return cxl_regions.volatile_region(memories)
     pytest.skip("no bridge of this machine has two memories")
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.guest.drives import APPEARS_S, block_path, generic_path
+from tests.guest.drives import APPEARS_S, block_path, drive_of, generic_path
 from tierloop.devices import faulty_host
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Flush, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import faults
-from tierloop.devices.conformance.runner import Check, carry_out, checks_of
+from tierloop.devices.conformance.runner import Check, carry_out, carry_out_machine, checks_of
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.errors import Gone, MediaError
 from tierloop.devices.hazards import HazardChecker
@@ -41,6 +41,8 @@ CASES = [
 FAULTS = [
     pytest.param(way, check, id=f"{way}: {name}") for way in list(WAYS)[:2] for name, check in checks_of("faults")
 ]
+EXAMPLES = 3
+"""Sequences of commands of the level `stateful`."""
 ROUNDS = 20
 """Of the soak: emulated processors are slow."""
 DEADLINE_S = 3.0
@@ -48,7 +50,7 @@ DEADLINE_S = 3.0
 
 def fast(machine: Machine) -> Drive:
     """A drive that loses nothing and stays in its slot."""
-    return next(drive for drive in machine.drives if not drive.error_sectors and not drive.hotplug)
+    return drive_of(machine, "plain drive", lambda drive: not drive.error_sectors and not drive.hotplug)
 
 
 def ended(site: Site, *completions: Completion) -> None:
@@ -74,7 +76,7 @@ def breaking(machine: Machine, hardware: Hardware, monkeypatch: pytest.MonkeyPat
     Anew, because a driver that gave a hung drive up keeps its descriptor, and with it its claim, until it exits.
     """
     monkeypatch.setattr(faults, "ROUNDS", ROUNDS)
-    drive = next(drive for drive in machine.drives if drive.hotplug)
+    drive = drive_of(machine, "drive that can be pulled out", lambda drive: drive.hotplug)
     hardware.lose(drive.serial, ())
     yield drive
     hardware.restore(drive.serial)
@@ -89,6 +91,12 @@ def test_the_suite_holds(machine: Machine, way: str, check: Check) -> None:
     carry_out(check, lambda site: open_on(site, way, serial), False, None, 0)
 
 
+@pytest.mark.parametrize("way", list(WAYS)[:2])
+def test_any_sequence_of_commands_agrees_with_a_dict(machine: Machine, way: str) -> None:
+    serial = fast(machine).serial
+    carry_out_machine(lambda site: open_on(site, way, serial), False, None, EXAMPLES, shrink=False)
+
+
 @pytest.mark.parametrize(("way", "check"), FAULTS)
 def test_the_suite_holds_while_the_hardware_fails(breaking: Drive, hardware: Hardware, way: str, check: Check) -> None:
     def opened(site: Site) -> NvmeDevice:
@@ -100,7 +108,7 @@ def test_the_suite_holds_while_the_hardware_fails(breaking: Drive, hardware: Har
 
 
 def test_a_medium_error_names_the_device_and_the_rest_can_be_read(machine: Machine) -> None:
-    drive = next(drive for drive in machine.drives if drive.error_sectors)
+    drive = drive_of(machine, "drive with lost sectors", lambda drive: bool(drive.error_sectors))
     start = drive.error_sectors[0] * 512
     for way in list(WAYS)[:2]:
         site = new_site()

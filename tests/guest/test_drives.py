@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.guest.drives import block_path, generic_path
+from tests.guest.drives import block_path, generic_path, sound
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.nvme_drives import nvme_drives
@@ -71,7 +71,7 @@ def test_a_probe_has_nothing_against_a_free_drive(machine: Machine) -> None:
 
 
 def test_smart_shows_a_warning_that_the_drive_gives(machine: Machine, hardware: Hardware) -> None:
-    serial = machine.drives[0].serial
+    serial = sound(machine).serial
     with opened(generic_path(serial)) as device:
         hardware.warn(serial, 1 << 2)
         try:
@@ -88,7 +88,7 @@ def test_smart_shows_a_warning_that_the_drive_gives(machine: Machine, hardware: 
 @pytest.mark.parametrize("nbytes", [512, 4096, 65536])
 @pytest.mark.parametrize("offset", [0, 4096, 8 * MIB])
 def test_what_was_written_past_the_page_cache_is_read(machine: Machine, nbytes: int, offset: int) -> None:
-    with raw(block_path(machine.drives[0].serial)) as (fd, memory):
+    with raw(block_path(sound(machine).serial)) as (fd, memory):
         wanted = os.urandom(nbytes)
         memory[:nbytes] = wanted
         assert os.pwritev(fd, [memoryview(memory)[:nbytes]], offset) == nbytes
@@ -99,7 +99,7 @@ def test_what_was_written_past_the_page_cache_is_read(machine: Machine, nbytes: 
 
 def test_a_transfer_off_the_grid_is_refused(machine: Machine) -> None:
     with (
-        raw(block_path(machine.drives[0].serial)) as (fd, memory),
+        raw(block_path(sound(machine).serial)) as (fd, memory),
         pytest.raises(OSError, match="Invalid argument") as refused,
     ):
         os.preadv(fd, [memoryview(memory)[:100]], 0)
@@ -119,7 +119,7 @@ def test_a_sector_that_cannot_be_read_is_enodata_and_its_neighbours_are_not(mach
 
 
 def test_a_limit_of_requests_is_kept(machine: Machine, hardware: Hardware) -> None:
-    serial, per_s, count = machine.drives[0].serial, 50, 60
+    serial, per_s, count = sound(machine).serial, 50, 60
     hardware.limit(serial, iops=per_s)
     try:
         with raw(block_path(serial)) as (fd, memory):

@@ -7,6 +7,7 @@ import errno
 import numpy as np
 import pytest
 
+from tests.guest.memories import two_nodes
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.numa_mapping import mapped
 from tierloop.devices.drivers.numa_topology import numa_topology
@@ -96,7 +97,7 @@ def test_interleaved_pages_lie_on_all_nodes_alike(machine: Machine) -> None:
 
 
 def test_weights_are_kept(machine: Machine) -> None:
-    nodes = [machine.nodes[0].id, machine.nodes[-1].id]
+    nodes = two_nodes(machine)
     memory, address = pages_of(4 * PAGES)
     numa.bind(HOST, "dram", address, memory.nbytes, "weighted-interleave", nodes, [3, 1])
     memory[:] = 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.attention_case import Case, Float32, Int64, Layout, same_bits
-from tests.guest.drives import APPEARS_S, generic_path
+from tests.guest.drives import APPEARS_S, generic_path, sound
 from tests.guest.memories import dax_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Copy, Launch, Read, Write
@@ -45,7 +45,7 @@ def platform(machine: Machine) -> Iterator[Platform]:
     dax, lent = dax_of(machine, alone[0]), dax_of(machine, pair[0])
     node = cxl_regions.system_ram(lent)
     site = Site(clock=WallClock(), checker=HazardChecker())
-    serial = next(drive.serial for drive in machine.drives if not drive.error_sectors)
+    serial = sound(machine).serial
     devices: dict[str, Device] = {
         "cpu1": open_cpu("cpu1", site, {"capacity": 8 * MIB, "node": without[0], "threads": 1}),
         "cxl0": open_cxl("cxl0", site, {"path": f"/dev/{dax}", "capacity": 4 * MIB}),

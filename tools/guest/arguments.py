@@ -9,7 +9,8 @@ What the tests rely on, and why it is so:
   one, DMA to them breaks the device for good.
 - Block devices are a stack `file` -> throttle -> [blkdebug] -> raw, named `file-S`, `limit-S`, `fault-S` and `top-S`
   after the serial number S, and the device is `drive-S`. CXL devices are `cxl-NAME`. QMP uses these names.
-- Two QMP sockets: one for the host, one that the guest reaches at 10.0.2.100:4444. There is no other network.
+- Two QMP sockets: one for the host, one that the guest reaches at 10.0.2.100:4444. There is no other network, but for a
+  wire between two guests where one is asked for. Ports of the network are told apart by their addresses (MAC).
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tierloop.tools.guest.machine import CXL_UNIT_MIB, Cxl, Drive, Machine
 
 GUEST_QMP = "10.0.2.100:4444"
 RELAY = Path(__file__).resolve().parent / "relay.py"
+PORT_MAC, WIRE_MACS = "52:54:00:10:00:01", ("52:54:00:10:01:01", "52:54:00:10:01:02")
 _BOUNCE_NBYTES = 64 << 20
 _WINDOW_MIB = 4096
 _HOTPLUG_MIB = 16384
@@ -46,6 +48,37 @@ class Files:
 
 
 @dataclass(frozen=True)
+class Wire:
+    """One end of a wire between two guests: datagrams between two sockets in a folder, so that neither has to be first.
+
+    What is sent while the other end is not there is lost, as on a wire that is not plugged in.
+    """
+
+    folder: Path
+    end: Literal[0, 1]
+
+    @property
+    def address(self) -> str:
+        """The IPv4 address of this end, in a network of 256."""
+        return f"10.0.3.{1 + self.end}"
+
+    @property
+    def mac(self) -> str:
+        """The address of its port."""
+        return WIRE_MACS[self.end]
+
+    @property
+    def socket(self) -> Path:
+        """Where this end takes datagrams."""
+        return self.folder / f"end{self.end}"
+
+    @property
+    def other(self) -> Wire:
+        """The other end."""
+        return Wire(self.folder, 0 if self.end else 1)
+
+
+@dataclass(frozen=True)
 class Choices:
     """How a guest is run, whatever machine it is."""
 
@@ -54,6 +87,7 @@ class Choices:
     kernel_words: tuple[str, ...] = ()
     qemu_words: tuple[str, ...] = ()
     qemu: str = ""
+    wire: Wire | None = None
 
 
 def command_line(machine: Machine, files: Files, choices: Choices) -> list[str]:
@@ -67,7 +101,7 @@ def command_line(machine: Machine, files: Files, choices: Choices) -> list[str]:
         *_tables(machine),
         *_kernel(files, choices),
         *_shares(files),
-        *_network(files),
+        *_network(files, choices.wire),
         *(word for slot, drive in enumerate(machine.drives, 32) for word in _drive(drive, files, slot)),
         *_cxl(machine),
         *_globals(),
@@ -139,12 +173,17 @@ def _shares(files: Files) -> Iterator[str]:
         yield from _device("virtio-9p-pci", fsdev=f"share-{name}", mount_tag=name, bus="pcie.0")
 
 
-def _network(files: Files) -> Iterator[str]:
+def _network(files: Files, wire: Wire | None) -> Iterator[str]:
     for side in ("host", "guest"):
         yield from ("-qmp", f"unix:{_escaped(files.sockets / side)},server=on,wait=off")
     relay = _escaped(f"{sys.executable} {RELAY} {files.sockets / 'guest'}")
     yield from ("-netdev", f"user,id=net,restrict=on,guestfwd=tcp:{GUEST_QMP}-cmd:{relay}")
-    yield from _device("virtio-net-pci", netdev="net", bus="pcie.0", romfile="")
+    yield from _device("virtio-net-pci", netdev="net", bus="pcie.0", romfile="", mac=PORT_MAC)
+    if wire is not None:
+        ends = ((name, _escaped(one.socket)) for name, one in (("local", wire), ("remote", wire.other)))
+        places = ",".join(f"{name}.type=unix,{name}.path={path}" for name, path in ends)
+        yield from ("-netdev", f"dgram,id=wire,{places}")
+        yield from _device("virtio-net-pci", netdev="wire", bus="pcie.0", romfile="", mac=wire.mac)
 
 
 def _drive(drive: Drive, files: Files, slot: int) -> Iterator[str]:

@@ -133,13 +133,15 @@ def check(
         silent=as_json,
     )
     _tell(verdict.outcome)
+    if not verdict.good and verdict.peer:
+        say("guest: what the second guest said last:")
+        for line in verdict.peer:
+            say(f"  | {line}")
     if as_json:
         with results(as_json) as shown:
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
     elif verdict.found is None and verdict.outcome.status is not None:
-        full = shutil.disk_usage(folder).free < 1 << 20
-        why = f"the disk of {folder} is full" if full else f"exit status {verdict.outcome.status}"
-        say(f"guest: pytest left no results ({why})")
+        say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
     raise typer.Exit(0 if verdict.good else 1)
 
 
@@ -237,7 +239,8 @@ def _tell(outcome: Outcome) -> None:
     if outcome.status is None:
         for line in outcome.last_lines:
             say(f"  | {line}")
-        say(f"guest: {outcome.reason} (the console's last lines stand above)")
+        above = " (the console's last lines stand above)" if outcome.last_lines else ""
+        say(f"guest: {outcome.reason}{above}")
 
 
 def _writable(folder: Path | None) -> Path | None:

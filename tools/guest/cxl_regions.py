@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 from tierloop.devices.drivers.cxl_parts import Dax, Topology
+from tierloop.devices.drivers.cxl_steps import CXL, create_file, region_steps
 from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.errors import NotPresent, ProtocolError, Timeout
 from tierloop.devices.system import HOST
-from tierloop.tools.guest.machine import Cxl, Machine
+from tierloop.tools.guest.machine import Cxl
 
-_CXL = Path("/sys/bus/cxl")
-_GRANULE_NBYTES = 256
 _APPEARS_S = 20.0
 _TOOL_S = 60.0
 
@@ -30,7 +29,7 @@ def memdev_of(topology: Topology, memory: Cxl) -> str:
     raise NotPresent("guest", "cxl", f"the kernel shows no memory with the serial number {memory.serial:#x}")
 
 
-def volatile_region(machine: Machine, memories: tuple[Cxl, ...]) -> Dax:
+def volatile_region(memories: tuple[Cxl, ...]) -> Dax:
     """All of these memories, interleaved over 256 B, as one devdax. They sit on one bridge.
 
     The kernel gives a new volatile region to itself (the driver kmem) where it can; it is taken back.
@@ -39,34 +38,25 @@ def volatile_region(machine: Machine, memories: tuple[Cxl, ...]) -> Dax:
     """
     topology = cxl_topology()
     decoders = [_endpoint_decoder(topology, memory) for memory in memories]
-    root = _root_decoder(machine, memories[0])
+    window = window_of(topology, memories[0])
     before = {dax.name for dax in topology.daxes}
-    region = (root / "create_ram_region").read_text().strip()
-    _write(root / "create_ram_region", region)
-    for decoder, memory in zip(decoders, memories, strict=True):
-        _write(decoder / "mode", "ram")
-        _write(decoder / "dpa_size", memory.mib << 20)
-    folder = _CXL / "devices" / region
-    _write(folder / "interleave_granularity", _GRANULE_NBYTES)
-    _write(folder / "interleave_ways", len(memories))
-    _write(folder / "size", sum(memory.mib for memory in memories) << 20)
-    for at, decoder in enumerate(decoders):
-        _write(folder / f"target{at}", decoder.name)
-    _write(folder / "commit", 1)
-    _write(_CXL / "drivers/cxl_region/bind", region)
-    dax = _new_dax(before)
+    region = (Path(CXL) / create_file(window)).read_text().strip()
+    pairs = [(decoder, memory.mib << 20) for decoder, memory in zip(decoders, memories, strict=True)]
+    for step in region_steps(window, region, pairs):
+        _write(Path(CXL) / step.path, step.value)
+    dax = new_dax(before)
     devdax(dax.name)
     return next(one for one in cxl_topology().daxes if one.name == dax.name)
 
 
-def persistent_region(machine: Machine, memory: Cxl) -> Dax:
+def persistent_region(memory: Cxl) -> Dax:
     """A persistent memory as a dax device. Raises NotPresent, ProtocolError, Timeout."""
     topology = cxl_topology()
     before = {dax.name for dax in topology.daxes}
-    root, memdev = _root_decoder(machine, memory).name, memdev_of(topology, memory)
-    call("cxl", "create-region", "-m", "-t", "pmem", "-d", root, "-w", "1", memdev)
+    window, memdev = window_of(topology, memory), memdev_of(topology, memory)
+    call("cxl", "create-region", "-m", "-t", "pmem", "-d", window, "-w", "1", memdev)
     call("ndctl", "create-namespace", "-m", "devdax")
-    return _new_dax(before)
+    return new_dax(before)
 
 
 def system_ram(dax: str) -> int:
@@ -92,20 +82,26 @@ def call(*command: str) -> str:
     return done.stdout
 
 
-def _root_decoder(machine: Machine, memory: Cxl) -> Path:
-    """Windows stand in the order of the bridges, and so do the root's decoders."""
-    return _CXL / "devices" / f"decoder0.{list(machine.bridges).index(memory.bridge)}"
+def window_of(topology: Topology, memory: Cxl) -> str:
+    """The root's decoder that leads to a memory. Raises NotPresent."""
+    memdev = topology.memdev(memdev_of(topology, memory))
+    assert memdev is not None
+    kind = "pmem" if memory.persistent else "ram"
+    for decoder in topology.windows(memdev, kind):
+        return decoder.name
+    raise NotPresent("guest", "cxl", f"no window of the platform leads to {memdev.name} and takes {kind}")
 
 
-def _endpoint_decoder(topology: Topology, memory: Cxl) -> Path:
+def _endpoint_decoder(topology: Topology, memory: Cxl) -> str:
     name = memdev_of(topology, memory)
     for port in topology.ports:
         if port.kind == "endpoint" and port.device == name:
-            return _CXL / "devices" / port.decoders[0].name
+            return port.decoders[0].name
     raise NotPresent("guest", "cxl", f"{name} has no endpoint: the kernel could not enumerate the ports above it")
 
 
-def _new_dax(before: set[str]) -> Dax:
+def new_dax(before: set[str]) -> Dax:
+    """The dax device that was not there before, as soon as it has a node. Raises Timeout."""
     deadline = time.monotonic() + _APPEARS_S
     while time.monotonic() < deadline:
         for dax in cxl_topology(HOST).daxes:

@@ -4,6 +4,9 @@ What must hold: the caller gets the command's exit status, or a reason why there
 console; whatever ends the caller (an error, Ctrl-C, a signal that cannot be caught) ends QEMU, too, and the folder of
 the run goes. Several guests run at once: each has a folder, drives and sockets of its own.
 
+A results folder whose disk is full is a run without a status, whatever the command said: the guest's file system (9p)
+tells it that all bytes were written when some were not.
+
 The command's standard output and error come out as it prints them, each on its own; the kernel's console does not mix
 with them. The command reads from nothing.
 """
@@ -24,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.tools.guest.arguments import GUEST_QMP, Choices, Files, command_line
+from tierloop.tools.guest.arguments import GUEST_QMP, PORT_MAC, Choices, Files, command_line
 from tierloop.tools.guest.console import Tail, last_lines, panic
 from tierloop.tools.guest.layers import INSIDE, PYVERBS
 from tierloop.tools.guest.machine import Machine
@@ -37,6 +40,8 @@ _BOOT_S = 240
 _GRACE_S = 5
 _MARGIN_MIB = 512
 _BEGINS_S = 60
+_FULL_NBYTES = 1 << 16
+"""Bytes that are free on a disk that is full: less than a few blocks."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,10 @@ class Guest:
     def qmp(self) -> Path:
         """The host's QMP socket."""
         return self.files.sockets / "host"
+
+    def said(self) -> tuple[str, ...]:
+        """The last lines of what it has printed so far, its console first."""
+        return tuple(line for name in ("console", "stdout", "stderr") for line in last_lines(self.files.run / name, 10))
 
 
 def run(
@@ -157,6 +166,8 @@ def check(machine: Machine, choices: Choices) -> None:
             f"guest machine {machine.name}: takes up to {machine.mib + _MARGIN_MIB} MiB of memory, {free} MiB "
             "are free; describe a smaller one (--machine FILE)"
         )
+    if choices.qemu and shutil.which(choices.qemu) is None:
+        raise ConfigurationError(f"QEMU {choices.qemu}: there is no such program")
     if choices.accelerator not in ("tcg", "kvm"):
         raise ConfigurationError(f"accelerator {choices.accelerator!r}; allowed: tcg, kvm")
     if choices.accelerator == "kvm":
@@ -197,6 +208,12 @@ def _outcome(guest: Guest, boot_s: float | None, wall_s: float) -> Outcome:
     console = last_lines(run_folder / "console")
     try:
         status = int((run_folder / "status").read_text())
+        results = guest.files.results
+        if results is not None and _is_full(results):
+            reason = (
+                f"the disk of {results} is full: what was written there is cut short (the command ended with {status})"
+            )
+            return Outcome(None, reason, tuple(console), boot_s, round(wall_s, 1))
         return Outcome(status, "", tuple(console), boot_s, round(wall_s, 1))
     except (OSError, ValueError):
         pass
@@ -221,7 +238,7 @@ def _stopped(guest: Guest, reason: str, boot_s: float | None, wall_s: float) -> 
 
 
 def _is_full(folder: Path) -> bool:
-    return shutil.disk_usage(folder).free < 1 << 20
+    return shutil.disk_usage(folder).free < _FULL_NBYTES
 
 
 def _forget_the_dead(places: Places) -> None:
@@ -250,11 +267,16 @@ def _prepare(
         "CXL": str(len(machine.cxl)),
         "DRIVES": str(len(machine.drives)),
         "INTERACTIVE": "yes" if choices.interactive else "",
+        "PORT_MAC": PORT_MAC,
+        "WIRE_MAC": choices.wire.mac if choices.wire else "",
+        "WIRE": choices.wire.address if choices.wire else "",
+        "TERMINAL": "rows {0.lines} cols {0.columns}".format(shutil.get_terminal_size()),
     }
     exported = {
         "TIERLOOP_GUEST_QMP": GUEST_QMP,
         "TIERLOOP_GUEST_MACHINE": machine.origin,
         "TIERLOOP_GUEST_PYVERBS": f"/{PYVERBS}",
+        "TIERLOOP_GUEST_WIRE": settings["WIRE"],
         **environment,
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]

@@ -36,6 +36,7 @@ def set_up(places: Places, say: Say, again: bool = False) -> Layers:
         standing = places.standing()
         if standing is not None and not again:
             return standing
+        _nobody_runs(places)
         for left in places.root.glob("making-*"):  # of a set-up that was killed
             shutil.rmtree(left, ignore_errors=True)
         suite = release()
@@ -49,13 +50,17 @@ def set_up(places: Places, say: Say, again: bool = False) -> Layers:
 def clean(places: Places) -> int:
     """Remove the rig; returns the bytes that it took. Raises ConfigurationError while guests run from it."""
     with FileLock(places.lock):
-        running = [path.name for path in places.runs.glob("*") if is_held(path)]
-        if running:
-            raise ConfigurationError(f"guests run from {places.root}: {', '.join(sorted(running))}; end them first")
+        _nobody_runs(places)
         nbytes = sum(path.lstat().st_size for path in places.root.rglob("*") if not path.is_dir())
         shutil.rmtree(places.root, ignore_errors=True)
     places.lock.unlink(missing_ok=True)
     return nbytes
+
+
+def _nobody_runs(places: Places) -> None:
+    running = [path.name for path in places.runs.glob("*") if is_held(path)]
+    if running:
+        raise ConfigurationError(f"guests run from {places.root}: {', '.join(sorted(running))}; end them first")
 
 
 def check_host(machine: str) -> None:

@@ -3,6 +3,9 @@
 One process, because starting Python with its libraries costs ten seconds on an emulated processor. pytest's own output
 comes through as it is printed, its JUnit file is read when the guest has ended, and what it says is returned as data.
 A guest that ends without a result is a failure with a reason, never a success.
+
+Where the tests of two guests are among those that run, a second, small guest stands on a wire with the first one
+(`machines/peer.toml`, `tests/guest/rdma_peer.py`); it ends when the first one does.
 """
 
 from __future__ import annotations
@@ -11,20 +14,24 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ET  # the name that its own documentation gives it
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tierloop.tools.guest.arguments import Choices
-from tierloop.tools.guest.machine import Machine
+from tierloop.tools.guest.arguments import Choices, Wire
+from tierloop.tools.guest.machine import Machine, load
 from tierloop.tools.guest.packages import RigError
 from tierloop.tools.guest.places import Places
-from tierloop.tools.guest.running import Outcome, run
+from tierloop.tools.guest.running import Guest, Outcome, run, started
 
 TOP = Path(__file__).resolve().parents[2]
 TESTS = ("tests/guest", "tests/test_numa_real.py")
+PAIR = "tests/guest/test_rdma_pair.py"
+PEER, PEER_PORT = "peer", 7471
 JUNIT = "junit.xml"
 PROCESSOR = "x86-64-v3"
 """What the emulated processor can do, in LLVM's words: AVX2 and FMA, no AVX-512."""
@@ -41,10 +48,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a test run ended; `found` is None where there is no JUnit file."""
+    """How a test run ended; `found` is None where there is no JUnit file. `peer` are the second guest's last lines."""
 
     outcome: Outcome
     found: Found | None
+    peer: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -67,20 +75,48 @@ def run_tests(
     junit = results / JUNIT
     junit.unlink(missing_ok=True)
     compiled = compile_ahead(places)
-    tests = () if any(not word.startswith("-") for word in arguments) else TESTS
+    tests = () if named_tests(arguments) else TESTS
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", f"--junitxml={junit}", *arguments, *tests]
-    outcome = run(
-        places,
-        machine,
-        command,
-        limit_s=limit_s,
-        choices=choices,
-        folder=TOP,
-        results=results,
-        environment={"HYPOTHESIS_PROFILE": "dev", **compiled},
-        silent=silent,
-    )
-    return Verdict(outcome, read_junit(junit))
+    environment = {"HYPOTHESIS_PROFILE": "dev", **compiled}
+    with ExitStack() as stack:
+        second: Guest | None = None
+        if machine.rdma and asks_for_a_pair(arguments):
+            wire = Wire(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierloop-"))), 0)
+            second = stack.enter_context(_peer(places, wire.other, choices))
+            choices = replace(choices, wire=wire)
+            environment["TIERLOOP_GUEST_PEER"] = f"{wire.other.address}:{PEER_PORT}"
+        outcome = run(
+            places,
+            machine,
+            command,
+            limit_s=limit_s,
+            choices=choices,
+            folder=TOP,
+            results=results,
+            environment=environment,
+            silent=silent,
+        )
+        said = () if second is None else second.said()
+    return Verdict(outcome, read_junit(junit), said)
+
+
+def asks_for_a_pair(arguments: Sequence[str]) -> bool:
+    """Whether the tests that need a second guest are among those that pytest is told to run."""
+    named = named_tests(arguments)
+    return not named or any((TOP / PAIR).is_relative_to(TOP / word) for word in named)
+
+
+def named_tests(arguments: Sequence[str]) -> list[str]:
+    """Files and folders that arguments of pytest name; a word such as that behind `-k` names none."""
+    named = [word.partition("::")[0] for word in arguments if not word.startswith("-")]
+    return [word for word in named if (TOP / word).exists()]
+
+
+def _peer(places: Places, wire: Wire, choices: Choices) -> AbstractContextManager[Guest]:
+    """The second guest: it serves until it is ended."""
+    command = [sys.executable, "-m", "tests.guest.rdma_peer", wire.address, str(PEER_PORT), "rxe1"]
+    plain = Choices(accelerator=choices.accelerator, qemu=choices.qemu, wire=wire)
+    return started(places, load(PEER), command, plain, TOP)
 
 
 def compile_ahead(places: Places) -> dict[str, str]:

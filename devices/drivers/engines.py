@@ -212,6 +212,15 @@ def back_off(target: Target, tries: int) -> None:
         target.stop.wait(pause)
 
 
+def left_behind(target: Target, counts: Counts, op: str, call: Callable[[], None]) -> None:
+    """Make blocking calls in a thread that is left behind where they make no progress in time. Raises Stuck."""
+    try:
+        within(target.deadline_s, call, lambda: counts.transfers + counts.retried)
+    except Stuck as stuck:
+        counts.timeouts += 1
+        raise Stuck(f"{op}: {stuck}") from None
+
+
 class PosixEngine:
     """pread and pwrite, one at a time, in a thread that may be left behind (deadlines.py)."""
 
@@ -229,21 +238,13 @@ class PosixEngine:
         """Nothing is registered for pread and pwrite."""
 
     def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
-        self._run("write" if write else "read", lambda: self._all(pieces, write))
+        left_behind(self._target, self.counts, "write" if write else "read", lambda: self._all(pieces, write))
 
     def sync(self) -> None:
-        self._run("flush", self._sync)
+        left_behind(self._target, self.counts, "flush", self._sync)
 
     def close(self) -> None:
         self._bounce = None
-
-    def _run(self, op: str, call: Callable[[], None]) -> None:
-        counts = self.counts
-        try:
-            within(self._target.deadline_s, call, lambda: counts.transfers + counts.retried)
-        except Stuck as stuck:
-            counts.timeouts += 1
-            raise Stuck(f"{op}: {stuck}") from None
 
     def _all(self, pieces: Pieces, write: bool) -> None:
         for offset, address, nbytes in pieces.tolist():

@@ -31,6 +31,7 @@ from tierloop.devices.drivers.engines import (
     controller_state,
     departed,
     host_bytes,
+    left_behind,
     room,
     stopped,
 )
@@ -210,22 +211,14 @@ class IoctlEngine:
         """Nothing is registered for ioctl."""
 
     def transfer(self, pieces: Pieces, write: bool, ordered: bool = False) -> None:
-        self._run("write" if write else "read", lambda: self._all(pieces, write))
+        left_behind(self._target, self.counts, "write" if write else "read", lambda: self._all(pieces, write))
 
     def sync(self) -> None:
         if self._namespace.flushes:
-            self._run("flush", self._flush)
+            left_behind(self._target, self.counts, "flush", self._flush)
 
     def close(self) -> None:
         """Nothing is held but memory."""
-
-    def _run(self, op: str, call: Callable[[], None]) -> None:
-        counts = self.counts
-        try:
-            within(self._target.deadline_s, call, lambda: counts.transfers + counts.retried)
-        except Stuck as stuck:
-            counts.timeouts += 1
-            raise Stuck(f"{op}: {stuck}") from None
 
     def _all(self, pieces: Pieces, write: bool) -> None:
         target, shift, nsid = self._target, self._namespace.shift, self._namespace.nsid

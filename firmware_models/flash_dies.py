@@ -15,7 +15,8 @@ from typing import Any
 
 from numba import types
 
-from tierloop.devices.kernels.compiled import INT64, kernel
+from tierloop.devices.kernels.compiled import INT64
+from tierloop.firmware_models.flash_compiled import kernel
 from tierloop.firmware_models.flash_state import (
     AT,
     BUSY_UNTIL,

@@ -22,6 +22,10 @@ def ran(folder: Path, **fails: int) -> tuple[int, list[str], str]:
     make = folder / "bin/make"
     make.write_text(f'#!/bin/sh\necho "$PWD $*" >> {folder}/made\ncase "$1" in {cases} esac\n')
     make.chmod(0o755)
+    tierloop = folder / "checkout/.venv/bin/tierloop"
+    tierloop.parent.mkdir(parents=True)
+    tierloop.write_text(f'#!/bin/sh\necho "$PWD $1-$2" >> {folder}/made\nexit {fails.get("guest_test", 0)}\n')
+    tierloop.chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(
         [folder / "checkout/.ci/run"], cwd="/", env=environment, capture_output=True, text=True, check=False
@@ -51,3 +55,9 @@ def test_a_failing_test_in_the_guest_fails_it(tmp_path: Path, status: int) -> No
     ended, made, said = ran(tmp_path, guest_test=status)
     assert (ended, made[-1]) == (status, "guest-test")
     assert NOT_RUN not in said
+
+
+def test_a_guest_that_time_ran_out_for_is_told_loudly_and_fails_nothing(tmp_path: Path) -> None:
+    ended, made, said = ran(tmp_path, guest_test=3)
+    assert (ended, made[-1]) == (0, "guest-test")
+    assert f"{NOT_RUN} (make guest-test): time ran out" in said

@@ -82,7 +82,9 @@ def test_what_qemu_complains_of_is_passed_on(boot: Boot) -> None:
 
 
 def test_a_guest_that_is_switched_off_has_no_status(boot: Boot) -> None:
-    assert "switched off before the command ended" in boot("exit 0").reason
+    outcome = boot("exit 0")
+    assert "switched off before the command ended" in outcome.reason
+    assert not outcome.late
 
 
 def test_a_full_results_folder_is_no_success(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +100,7 @@ def test_a_full_results_folder_is_no_success(boot: Boot, tmp_path: Path, monkeyp
 def test_a_command_that_never_ends_is_ended(boot: Boot) -> None:
     outcome = boot("echo $$ > $run/../../pid; touch $run/ready; exec sleep 1000", limit_s=0.5)
     assert outcome.reason == "still running after 0.5 s"
-    assert outcome.status is None
+    assert (outcome.status, outcome.late) == (None, True)
 
 
 def test_a_guest_that_does_not_get_ready_hangs(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:

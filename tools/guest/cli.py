@@ -15,6 +15,7 @@ import typer
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
+from tierloop.tools.comparing import FAILED, INVALID
 from tierloop.tools.console import results, say
 from tierloop.tools.output import OutputError, prepare_folder
 
@@ -113,7 +114,10 @@ def check(
     qemu: Qemu = "",
     as_json: options.AsJson = False,
 ) -> None:
-    """Run the tests of real drivers in a guest. Exit code 1 where one fails, or where the guest gives no result."""
+    """Run the tests of real drivers in a guest.
+
+    Exit codes: 0 good, 1 a test failed, none ran or the guest broke down, 2 the input was wrong, 3 time ran out.
+    """
     from tierloop.tools.guest import testing
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
@@ -142,7 +146,7 @@ def check(
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
     elif verdict.found is None and verdict.outcome.status is not None:
         say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
-    raise typer.Exit(0 if verdict.good else 1)
+    raise typer.Exit(0 if verdict.good else INVALID if verdict.outcome.late else FAILED)
 
 
 @guest.command("capture")

@@ -46,13 +46,17 @@ _FULL_NBYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the command's exit status, or None and why. Times are the host's, in seconds."""
+    """How a run ended: the command's exit status, or None and why. Times are the host's, in seconds.
+
+    `late` says that time ran out and nothing else is known to be wrong: a busy host, or a command that does not end.
+    """
 
     status: int | None
     reason: str
     last_lines: tuple[str, ...]
     boot_s: float | None
     wall_s: float
+    late: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -234,7 +238,8 @@ def _stopped(guest: Guest, reason: str, boot_s: float | None, wall_s: float) -> 
     end(guest.process)
     paniced = panic(last_lines(guest.files.run / "console", 400))
     told = f"{reason}; kernel panic: {paniced}" if paniced else reason
-    return Outcome(None, told, tuple(last_lines(guest.files.run / "console")), boot_s, round(wall_s, 1))
+    console = tuple(last_lines(guest.files.run / "console"))
+    return Outcome(None, told, console, boot_s, round(wall_s, 1), late=not paniced)
 
 
 def _is_full(folder: Path) -> bool:

@@ -23,6 +23,7 @@ import os
 import platform
 import posixpath
 import stat as stat_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -224,27 +225,39 @@ SYS_STATX = {"x86_64": 332, "aarch64": 291, "riscv64": 291, "ppc64le": 383, "s39
 """Numbers of raw system calls (the first two are the same on every machine); -1 where unknown here."""
 
 
-def resolved(system: System, path: str) -> str:
-    """The path below /sys that a path leads to, links followed: where a device stands among its parents.
+def followed(path: str, link_at: Callable[[str], str | None], most: int = 40) -> str:
+    """Where a path leads, links followed; `link_at` says what a link holds, None for what is none.
 
-    What is no link, or is not there, counts as it stands. Raises OSError (ELOOP) after 40 links.
+    Raises OSError (ELOOP) after `most` links.
     """
     walked, left = "/", [part for part in path.split("/") if part]
-    for _ in range(40):
+    for _ in range(most):
         while left:
-            part = left.pop(0)
-            step = posixpath.normpath(posixpath.join(walked, part))
-            try:
-                target = system.readlink(step)
-            except OSError:
-                walked = step
-                continue
-            whole = posixpath.normpath(posixpath.join(walked, target, *left))
-            walked, left = "/", [part for part in whole.split("/") if part]
-            break
+            step = posixpath.normpath(posixpath.join(walked, left.pop(0)))
+            target = link_at(step)
+            if target is not None:
+                whole = posixpath.normpath(posixpath.join(walked, target, *left))
+                walked, left = "/", [part for part in whole.split("/") if part]
+                break
+            walked = step
         else:
             return walked
     raise OSError(codes.ELOOP, os.strerror(codes.ELOOP), path)
+
+
+def resolved(system: System, path: str) -> str:
+    """The path below /sys that a path leads to: where a device stands among its parents.
+
+    What is no link, or is not there, counts as it stands. Raises OSError (ELOOP) after 40 links.
+    """
+
+    def link_at(step: str) -> str | None:
+        try:
+            return system.readlink(step)
+        except OSError:
+            return None
+
+    return followed(path, link_at)
 
 
 def address_of(buffer: mmap_module.mmap | bytearray) -> int:

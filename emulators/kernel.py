@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from tierloop.devices.system import FileKind, FileStatus
+from tierloop.devices.system import FileKind, FileStatus, followed
 
 _DEVTMPFS = os.makedev(0, 6)
 _FIRST_FD = 1 << 20
@@ -178,18 +178,7 @@ class Tree:
 
     def real(self, path: str) -> str:
         """Where a path leads, links followed. Raises OSError: ELOOP."""
-        walked, left = "/", [part for part in path.split("/") if part]
-        for _ in range(64):
-            while left:
-                step = posixpath.normpath(posixpath.join(walked, left.pop(0)))
-                if step in self.links:
-                    whole = posixpath.join(walked, self.links[step], *left)
-                    walked, left = "/", [part for part in posixpath.normpath(whole).split("/") if part]
-                    break
-                walked = step
-            else:
-                return walked
-        raise failure(errno.ELOOP)
+        return followed(path, self.links.get, 64)
 
     def _grow(self, path: str) -> None:
         while path != "/":

@@ -20,7 +20,7 @@ from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
 from tierloop.devices.drivers.gpu import open_gpu
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.pnm import open_pnm
-from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.errors import ConfigurationError, Unsupported, nearest
 from tierloop.devices.faulty_host import Ability, offer
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region
@@ -78,7 +78,7 @@ class CxlBackDoor:
                 card.poison(address)
 
     def hang(self) -> None:
-        raise NotImplementedError("a load has no deadline: it comes back, or the machine stops")
+        raise Unsupported(self._device.info.name, "hang", "a load has no deadline: it comes back, or the machine stops")
 
     def unplug(self) -> None:
         self._machine.unplug(0)
@@ -90,11 +90,11 @@ class GpuBackDoor:
     abilities: frozenset[Ability] = frozenset({"hang", "unplug"})
     grain_nbytes = 1
 
-    def __init__(self, accelerator: HostAccelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, name: str, accelerator: HostAccelerator) -> None:
+        self._name, self._accelerator = name, accelerator
 
     def unreadable(self, region: Region, offset: int, nbytes: int) -> None:
-        raise NotImplementedError("a GPU that meets an error it cannot correct is lost as a whole")
+        raise Unsupported(self._name, "unreadable", "a GPU that meets an error it cannot correct is lost as a whole")
 
     def hang(self) -> None:
         self._accelerator.hold()
@@ -157,7 +157,7 @@ def _gpu(site: Site, name: str, reaches: list[str]) -> Device:
     accelerator = HostAccelerator(capacity=GPU_NBYTES)
     options = {"capacity": GPU_NBYTES, "reaches": reaches, "deadline_s": DEADLINE_S}
     device = open_gpu(name, site, options, accelerator=accelerator)
-    offer(site, name, GpuBackDoor(accelerator))
+    offer(site, name, GpuBackDoor(name, accelerator))
     return device
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 
+from tierloop.devices.errors import OutOfMemory
+
 
 class Extents:
     """Free space of `capacity` bytes in units of `grid` bytes (the capacity is rounded down to it)."""
@@ -26,6 +28,10 @@ class Extents:
     def largest_hole(self) -> int:
         """The largest extent that could be taken now."""
         return max((nbytes for _, nbytes in self._holes), default=0)
+
+    def refusal(self, device: str, nbytes: int) -> OutOfMemory:
+        """The error for an extent that could not be taken."""
+        return OutOfMemory(device, "alloc", f"{nbytes} bytes; the largest piece that is free has {self.largest_hole}")
 
     def rounded(self, nbytes: int) -> int:
         """What an extent of so many bytes truly takes."""

@@ -161,8 +161,7 @@ class GpuDevice:
             self._collect()
             offset = self._extents.take(nbytes)
         if offset is None:
-            largest = self._extents.largest_hole
-            raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes; the largest piece that is free has {largest}")
+            raise self._extents.refusal(self._name, nbytes)
         try:
             self._zero(offset, self._extents.rounded(nbytes))
         except RuntimeError as error:

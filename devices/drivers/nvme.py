@@ -62,7 +62,6 @@ from tierloop.devices.errors import (
     ConfigurationError,
     DeviceError,
     Gone,
-    OutOfMemory,
     OutOfRange,
     Timeout,
     Unsupported,
@@ -185,8 +184,7 @@ class NvmeDevice:
         taken = self._arena.reserve(nbytes, memory)
         offset = self._extents.take(nbytes)
         if offset is None:
-            largest = self._extents.largest_hole
-            raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes; the largest piece that is free has {largest}")
+            raise self._extents.refusal(self._name, nbytes)
         try:
             self._medium.zero(offset, taken)
         except Timeout:

@@ -74,7 +74,6 @@ from tierloop.devices.errors import (
     DeviceError,
     Gone,
     NotPresent,
-    OutOfMemory,
     OutOfRange,
     ProtocolError,
     Unsupported,
@@ -176,8 +175,7 @@ class PnmDevice:
         self._arena.reserve(nbytes, memory)
         offset = self._extents.take(nbytes)
         if offset is None:
-            largest = self._extents.largest_hole
-            raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes; the largest piece that is free has {largest}")
+            raise self._extents.refusal(self._name, nbytes)
         region = self._arena.add(nbytes)
         self._places[region] = offset
         try:

@@ -22,7 +22,8 @@ class Completion:
     """The state of one command; made by a device's `submit` only.
 
     Times in ns; -1 means not yet. `flops` counts what the kernel truly computed; `media_nbytes` what the medium truly
-    moved (a block device reads whole blocks), 0 where that equals the traffic. `after` is empty once the command has
+    moved (a block device reads whole blocks), 0 where that equals the traffic; `cached_nbytes` of these were read from
+    the operating system's page cache instead, as far as is known. `after` is empty once the command has
     ended and the site's observers have seen it: a chain of commands must not keep every command before it alive.
     """
 
@@ -31,6 +32,7 @@ class Completion:
         "_owner",
         "_waiting",
         "after",
+        "cached_nbytes",
         "command",
         "device",
         "done",
@@ -71,6 +73,7 @@ class Completion:
         self.overrun_ns = 0
         self.flops = 0
         self.media_nbytes = 0
+        self.cached_nbytes = 0
         self.done = False
         self.error: DeviceError | None = None
         self.order: Any = None

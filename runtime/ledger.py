@@ -30,7 +30,7 @@ from tierloop.runtime.results import DeviceUse, LinkUse
 _FOLD = 8192
 """Observations that are kept before they are folded into unions: 1 MiB of tuples."""
 
-_Entry = tuple[str, int, int, int, int, Traffic, DeviceError | None, int, int]
+_Entry = tuple[str, int, int, int, int, Traffic, DeviceError | None, int, int, int]
 
 
 class Intervals:
@@ -80,12 +80,13 @@ def _union(stretches: NDArray[np.int64]) -> NDArray[np.int64]:
 class _Account:
     """What one device has done since the reset."""
 
-    __slots__ = ("busy", "bytes_read", "bytes_written", "commands", "flops", "media_more", "waits")
+    __slots__ = ("busy", "bytes_read", "bytes_written", "cached", "commands", "flops", "media_more", "waits")
 
     def __init__(self) -> None:
         self.bytes_read = 0
         self.bytes_written = 0
         self.media_more = 0
+        self.cached = 0
         self.commands = 0
         self.flops = 0
         self.busy = Intervals()
@@ -115,6 +116,7 @@ class Ledger:
                 completion.error,
                 completion.flops,
                 completion.media_nbytes,
+                completion.cached_nbytes,
             )
         )
         if len(self._log) >= _FOLD:
@@ -152,6 +154,7 @@ class Ledger:
                 stall_ns=_scaled(account.busy.total_with_ns(account.waits), sigma) - _scaled(busy_ns, sigma),
                 commands=account.commands,
                 media_bytes=account.bytes_read + account.bytes_written + account.media_more,
+                cached_bytes=account.cached,
                 flops=account.flops,
             )
         links = {}
@@ -164,7 +167,7 @@ class Ledger:
     def _fold(self) -> None:
         log, self._log = self._log, []
         since, of_memory, accounts, queue_free = self._since, self._of_memory, self._accounts, self._queue_free
-        for device, queue, submitted, started, ended, traffic, error, flops, media_nbytes in log:
+        for device, queue, submitted, started, ended, traffic, error, flops, media_nbytes, cached_nbytes in log:
             account = accounts[device]
             lane = (device, queue)
             head = queue_free.get(lane, since)
@@ -182,6 +185,7 @@ class Ledger:
                 started = since
             account.commands += 1
             account.flops += flops
+            account.cached += cached_nbytes
             account.busy.new += (started, ended)
             for memory, nbytes in traffic.read.items():
                 owner = of_memory[memory]

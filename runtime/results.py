@@ -12,8 +12,9 @@ class DeviceUse:
 
     Busy is the union of the times in which a command ran on its executors or touched its memories; stall is the time in
     which a command stood at the head of a queue waiting for another device while the device was not busy.
-    `media_bytes` is what the media truly moved (a block device moves whole blocks), at least read + written; `flops`
-    what its kernels computed.
+    `media_bytes` is what was asked of the media and moved (a block device moves whole blocks), at least read + written;
+    `cached_bytes` of these came from the operating system's page cache instead, as far as is known; `flops` is what its
+    kernels computed.
     """
 
     bytes_read: int = 0
@@ -22,6 +23,7 @@ class DeviceUse:
     stall_ns: int = 0
     commands: int = 0
     media_bytes: int = 0
+    cached_bytes: int = 0
     flops: int = 0
 
 

@@ -16,11 +16,13 @@ import os
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tierloop.devices.drivers import ring
+from tierloop.devices.drivers.page_cache import SYS_CACHESTAT
 from tierloop.devices.system import (
     PUNCH_HOLE,
     RESERVE,
@@ -59,6 +61,7 @@ class _File:
     data: bytearray
     durable: bytearray
     blocks: set[int] = field(default_factory=set)
+    cached: set[int] = field(default_factory=set)
     owner: int | None = None
 
 
@@ -82,13 +85,14 @@ class FakeSystem:
         features: int = ring.FEATURE_SINGLE_MMAP | ring.FEATURE_EXT_ARG,
         known_setup_flags: int = ring.SINGLE_ISSUER | ring.DEFER_TASKRUN,
         statx: tuple[int, int] | None = None,
+        cachestat: bool = True,
         seed: int = 0,
     ) -> None:
         self.model = "an operating system in memory"
         self.grid, self.disk_nbytes, self.direct = grid, disk_nbytes, direct
         self.zero_range, self.punch_hole = zero_range, punch_hole
         self.uring_errno, self.features, self.known_setup_flags = uring_errno, features, known_setup_flags
-        self.statx = statx
+        self.statx, self.cachestat = statx, cachestat
         self.texts: dict[str, str] = {"/sys/dev/block/259:1/queue/logical_block_size": "512"}
         self.calls: Counter[str] = Counter()
         self._names: dict[str, _File] = {}
@@ -140,6 +144,10 @@ class FakeSystem:
     def truncate(self, path: str, nbytes: int) -> None:
         """Cut a file behind its owner's back."""
         del self._names[path].data[nbytes:]
+
+    def drop_caches(self, path: str, pages: Iterable[int]) -> None:
+        """Let pages of a file fall out of the page cache."""
+        self._names[path].cached.difference_update(pages)
 
     def release(self) -> None:
         """Let everything that hangs go on."""
@@ -265,6 +273,14 @@ class FakeSystem:
                 answer = (ctypes.c_uint32 * 64).from_address(args[4])
                 answer[0], answer[38], answer[39] = 0x2000, *self.statx
                 return 0
+            if number == SYS_CACHESTAT and self.cachestat:
+                fd, asked, found, flags = args
+                start, nbytes = (ctypes.c_uint64 * 2).from_address(asked)
+                assert nbytes
+                assert not flags
+                pages = range(start // PAGE, -(-(start + nbytes) // PAGE))
+                (ctypes.c_uint64 * 5).from_address(found)[0] = len(self._of(fd).file.cached.intersection(pages))
+                return 0
         raise _error(errno.ENOSYS)
 
     def read_text(self, path: str) -> str:
@@ -326,6 +342,8 @@ class FakeSystem:
             if fault is not None and fault.moves is not None:
                 nbytes = min(nbytes, fault.moves)
             nbytes = max(min(nbytes, len(file.data) - offset), 0)
+            if not opened.direct:
+                file.cached.update(range(offset // PAGE, -(-(offset + nbytes) // PAGE)))
             if op == "read":
                 ctypes.memmove(address, bytes(file.data[offset : offset + nbytes]), nbytes)
                 return nbytes

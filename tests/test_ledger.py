@@ -122,6 +122,16 @@ def test_a_block_device_reports_what_its_medium_moved() -> None:
     assert devices["far"].media_bytes == 256
 
 
+def test_what_came_from_the_page_cache_is_reported_beside_it() -> None:
+    bench = Bench()
+    bench.near.media_nbytes, bench.near.cached_nbytes = 8192, 4096
+    for _ in range(2):
+        wait(bench.site.clock, bench.near.submit(bench.copy("near", "far", 8192)))
+    devices = bench.ledger.snapshot()[0]
+    assert (devices["near"].media_bytes, devices["near"].cached_bytes) == (16384, 8192)
+    assert devices["far"].cached_bytes == 0
+
+
 def test_links_count_from_the_reset() -> None:
     bench = Bench()
     meter = bench.site.links["wire"]

@@ -293,7 +293,7 @@ def test_a_real_file_is_reached_as_its_file_system_allows(tmp_path: Path) -> Non
     except OSError:
         assert (notes["direct"], "O_DIRECT" in reasons) == ("false", True)
     if notes["direct"] == "false":
-        assert notes["cache"] == "buffered: reads may be served by the page cache"
+        assert notes["cache"].startswith("buffered: reads may be served by the page cache")
     assert notes["io"] == "io_uring" or "io_uring is refused" in reasons
     assert works(rig)
     rig.close()
@@ -379,7 +379,7 @@ def test_without_o_direct_the_page_cache_is_used_and_reported(made: Any, text: s
     notes = rig.device.info.notes
     assert (notes["io"], notes["direct"]) == ("io_uring", "false")
     assert text in notes["why"]
-    assert notes["cache"] == "buffered: reads may be served by the page cache"
+    assert notes["cache"].startswith("buffered: reads may be served by the page cache")
     assert rig.device.info.memories[0].alignment == 4096
     assert works(rig)
     rig.close()

@@ -184,10 +184,18 @@ def test_a_text_cannot_command_the_terminal() -> None:
 def test_remarks_name_notes_guesses_and_failures() -> None:
     lines = remarks(comparison(replace(ANSWERED, max_error=1.0, notes=("GPU memory raised",)), SPARSE))
     assert "split-all: GPU memory raised" in lines
+    assert not any("page cache" in line for line in lines)
     assert "dilated" in remarks(comparison(replace(ANSWERED, notes=("dilated",)), replace(SPARSE, notes=("dilated",))))
     assert any("1 constant that is assumed" in line for line in lines)
     assert "emu:cxl: latency" in report("demo", "", [comparison(ANSWERED, SPARSE)], [])
     assert any(line.startswith("FAILED: split-all: error 1 is above its bound") for line in lines)
+
+
+def test_what_no_medium_was_asked_for_is_remarked() -> None:
+    buffered = replace(ANSWERED, devices={"nvme0": DeviceUse(bytes_read=9_000_000, cached_bytes=7_000_000)})
+    assert f"split-all: nvme0: {amount(7_000_000)} were read from the page cache, not from the medium" in remarks(
+        comparison(buffered, SPARSE)
+    )
 
 
 def test_an_error_that_is_not_a_number_fails() -> None:

@@ -28,7 +28,7 @@ class TimedDevice:
         executor = ExecutorInfo("dma", "dma", (0, 1), frozenset({"read", "write", "copy", "flush"}), paths=paths)
         self.info = DeviceInfo(name, "null", "emulated", (MemoryInfo(name, 1 << 40),), (executor,), dilation=dilation)
         self.failing = False
-        self.media_nbytes = 0
+        self.media_nbytes = self.cached_nbytes = 0
         self._site = site
         self._queues = QueueSet(name, 2, 4096, site, self._start)
 
@@ -53,7 +53,7 @@ class TimedDevice:
     def _start(self, completion: Completion) -> None:
         traffic = completion.traffic
         nbytes = max([0, *traffic.read.values(), *traffic.written.values()])
-        completion.media_nbytes = self.media_nbytes
+        completion.media_nbytes, completion.cached_nbytes = self.media_nbytes, self.cached_nbytes
         error = MediaError(self.info.name, "copy", "told to fail") if self.failing else None
         self._site.clock.call_at(self._site.clock.now() + nbytes, self._queues.finish, completion, error)
 

@@ -88,6 +88,11 @@ def remarks(comparison: Comparison) -> list[str]:
     shared = [note for note in (ran[0].notes if ran else ()) if all(note in result.notes for result in ran)]
     lines = list(shared)
     for result in ran:
+        lines += [
+            f"{result.policy}: {name}: {amount(use.cached_bytes)} were read from the page cache, not from the medium"
+            for name, use in result.devices.items()
+            if use.cached_bytes
+        ]
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
         if result.clipped_keys:
             lines.append(

@@ -49,9 +49,9 @@ class Counts:
     """What an engine has done since it was made; read by other threads, written by its own.
 
     `read_nbytes` and `written_nbytes` were asked of the medium and moved. Of these, `direct_nbytes` went past the page
-    cache and `buffered_nbytes` through it, so that nobody knows how many of them the medium saw. `useful_nbytes` are
-    those of commands that ended well, each byte once. `fixed` transfers used registered buffers; `unregistered` counts
-    registrations that the kernel refused.
+    cache and `buffered_nbytes` through it; `cached_nbytes` lay in it when they were about to be read, where the kernel
+    says so (`Target.cache_known`). `useful_nbytes` are those of commands that ended well, each byte once. `fixed`
+    transfers used registered buffers; `unregistered` counts registrations that the kernel refused.
     """
 
     transfers: int = 0
@@ -59,6 +59,7 @@ class Counts:
     written_nbytes: int = 0
     direct_nbytes: int = 0
     buffered_nbytes: int = 0
+    cached_nbytes: int = 0
     useful_nbytes: int = 0
     bounced_nbytes: int = 0
     retried: int = 0
@@ -105,7 +106,8 @@ class Target:
     """What an engine works on: descriptor, grids in bytes (powers of two), and whom errors name.
 
     `largest` is the largest single transfer, `direct` says that the page cache has no part in it, and `namespace` that
-    the descriptor is one of NVMe passthrough. `controllers` are those of an NVMe drive whose state sysfs shows.
+    the descriptor is one of NVMe passthrough. `cache_known` says that the kernel tells what of it lies in the page
+    cache. `controllers` are those of an NVMe drive whose state sysfs shows.
     """
 
     device: str
@@ -118,6 +120,7 @@ class Target:
     stop: threading.Event
     largest: int = LARGEST_TRANSFER
     direct: bool = False
+    cache_known: bool = False
     namespace: Namespace | None = None
     controllers: tuple[str, ...] = ()
 

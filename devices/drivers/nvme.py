@@ -15,7 +15,7 @@ What must hold beyond the device contract:
 - `alloc` gives zeroed bytes whose space is reserved, so a full disk is an OutOfMemory of `alloc`, not of a write.
 - When a `Flush` has completed, everything that had completed before it is durable.
 - `media_nbytes` is what was asked of the medium and moved, repeated parts of resumed transfers included. Where the
-  page cache stands in between, `counts.buffered_nbytes` says so, and nobody knows what the medium saw of it.
+  page cache stands in between, `counts.buffered_nbytes` says so, and `counts.cached_nbytes` what it served of reads.
 - A namespace or disk that somebody has mounted or holds is never opened, and one whose media are read-only is never
   written to.
 - No wait is longer than `deadline_s` without progress. If the kernel does not even give transfers back after that, the
@@ -242,8 +242,8 @@ class NvmeDevice:
     def poll(self) -> None:
         """Settle what the workers have reported."""
         while self._outcomes:
-            completion, error, media_nbytes, duration_ns, stuck = self._outcomes.popleft()
-            completion.media_nbytes = media_nbytes
+            completion, error, media_nbytes, cached_nbytes, duration_ns, stuck = self._outcomes.popleft()
+            completion.media_nbytes, completion.cached_nbytes = media_nbytes, cached_nbytes
             if isinstance(error, Stopped):
                 continue  # closing the queues ends it, like those that never started
             if stuck or isinstance(error, Gone):
@@ -349,8 +349,9 @@ def _describe(name: str, options: Options, medium: Medium | NamespaceMedium, cre
         "largest_transfer": str(medium.target.largest),
     }
     if not medium.direct:
-        notes["cache"] = "buffered: reads may be served by the page cache"
-        notes["media_bytes"] = "unknown: the page cache may serve reads and gather writes"
+        counted = "counted" if medium.target.cache_known else "not known"
+        notes["cache"] = f"buffered: reads may be served by the page cache; how many of their bytes were is {counted}"
+        notes["media_bytes"] = "unknown: the page cache serves and extends reads and gathers writes"
     if medium.drive is not None:
         who = medium.drive.identity
         notes["drive"] = f"{who.model}, serial {who.serial}, firmware {who.firmware}, namespace {who.nsid}"

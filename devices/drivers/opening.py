@@ -31,6 +31,7 @@ from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
 from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, place_of
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
+from tierloop.devices.drivers.page_cache import why_not_known
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
 from tierloop.devices.system import SYS_STATX, FileStatus, System, address_of, from_os
@@ -64,10 +65,10 @@ def _open_file(device: str, wish: Wish, found: FileStatus | None, system: System
         largest = (number_in(system, f"{_queue_folder(status)[0]}/queue/max_hw_sectors_kb") or 0) * 1024
         if PAGE <= largest < target.largest:
             medium.target = replace(medium.target, largest=largest // PAGE * PAGE)
-    if not wish.direct:
-        medium.why.append("O_DIRECT was not asked for")
-    elif (refused := _go_direct(medium, undo)) is not None:
+    refused = _go_direct(medium, undo) if wish.direct else "O_DIRECT was not asked for"
+    if refused is not None:
         medium.why.append(refused)
+        _ask_for_the_cache(medium)
     elif _fact(system, status, "queue/logical_block_size") is None:
         medium.why.append("O_DIRECT is taken, but no disk is known under this file system: memory may serve it")
     return medium
@@ -160,6 +161,15 @@ def _measure(device: str, wish: Wish, system: System, control: int, status: File
     if capacity < PAGE:
         raise ConfigurationError(f"{device}: {wish.path} holds {size} bytes, less than one block of {PAGE}")
     return capacity
+
+
+def _ask_for_the_cache(medium: Medium) -> None:
+    """Find out whether the kernel says what its page cache holds, now that transfers go through it."""
+    target = medium.target
+    unknown = why_not_known(target.system, target.fd)
+    if unknown:
+        medium.why.append(f"what the page cache serves is not known ({unknown})")
+    medium.target = replace(target, cache_known=not unknown)
 
 
 def _go_direct(medium: Medium, undo: ExitStack) -> str | None:

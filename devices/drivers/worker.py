@@ -27,6 +27,7 @@ from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room
 from tierloop.devices.drivers.failures import as_device_error
+from tierloop.devices.drivers.page_cache import PageCache
 from tierloop.devices.drivers.pieces import (
     Pieces,
     contiguous,
@@ -49,11 +50,16 @@ _AGAIN = "its claim on the medium stands until this process ends: end it to open
 
 
 class Outcome(NamedTuple):
-    """What became of a command; `stuck` says that transfers are still out and the device must be given up."""
+    """What became of a command.
+
+    `cached_nbytes` lay in the page cache when they were about to be read; `stuck` says that transfers are still out and
+    the device must be given up.
+    """
 
     completion: Completion
     error: DeviceError | None
     media_nbytes: int
+    cached_nbytes: int
     duration_ns: int
     stuck: bool = False
 
@@ -79,6 +85,7 @@ class Worker:
         self._left = left
         self._inbox: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
         self._opened: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._cache = PageCache(target.system, target.fd) if target.cache_known else None
         self._thread = threading.Thread(target=self._live, name=f"tierloop-{target.device}", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +126,8 @@ class Worker:
 
     def _carry_out(self, engine: Engine, completion: Completion) -> Outcome:
         command, started = completion.command, self._clock.now()
-        before = engine.counts.read_nbytes + engine.counts.written_nbytes
+        counts = engine.counts
+        before, cached = counts.read_nbytes + counts.written_nbytes, counts.cached_nbytes
         error: DeviceError | None = None
         stuck = False
         try:
@@ -134,8 +142,8 @@ class Worker:
             error = Timeout(self._target.device, verb(command), detail)
         except Exception as failed:
             error = as_device_error(self._target.device, verb(command), failed)
-        moved = engine.counts.read_nbytes + engine.counts.written_nbytes - before
-        return Outcome(completion, error, moved, self._clock.now() - started, stuck)
+        moved, cached = counts.read_nbytes + counts.written_nbytes - before, counts.cached_nbytes - cached
+        return Outcome(completion, error, moved, cached, self._clock.now() - started, stuck)
 
     def _move(self, engine: Engine, command: Command) -> None:
         if isinstance(command, Flush):
@@ -152,9 +160,14 @@ class Worker:
         side, spans = self._side(segment), segment.spans.array
         pieces = joined(contiguous(spans, side.base, address))
         if side.medium:
-            engine.transfer(split(pieces, self._target.largest), write, ordered=write and overlapping(spans))
+            self._engage(engine, pieces, write, ordered=write and overlapping(spans))
         else:
             _move_within_host(pieces, to_address=not write)
+
+    def _engage(self, engine: Engine, pieces: Pieces, write: bool, ordered: bool = False) -> None:
+        if self._cache is not None and not write:
+            engine.counts.cached_nbytes += self._cache.of(pieces)
+        engine.transfer(split(pieces, self._target.largest), write, ordered)
 
     def _copy(self, engine: Engine, command: Copy) -> None:
         source, target = self._side(command.source), self._side(command.target)
@@ -163,7 +176,7 @@ class Worker:
             pieces = joined(paired(own.segment.spans.array, own.base, host.segment.spans.array, host.base))
             if on_grid(pieces, self._target.grid):
                 engine.expect(host.segment.region)
-                engine.transfer(split(pieces, self._target.largest), write=target.medium)
+                self._engage(engine, pieces, write=target.medium)
                 return
         elif not source.medium:
             spans, others = source.segment.spans.array, target.segment.spans.array
@@ -197,7 +210,7 @@ class Worker:
                 mine = pieces[low:high].copy()
                 mine[:, 1] += address - start
                 if side.medium:
-                    engine.transfer(split(joined(mine), self._target.largest), write=not into_window)
+                    self._engage(engine, joined(mine), write=not into_window)
                 else:
                     _move_within_host(mine, to_address=into_window)
 

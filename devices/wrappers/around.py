@@ -223,7 +223,7 @@ class Around:
         if completion is None or inner is None:
             return
         completion.flops = inner.flops
-        completion.media_nbytes = inner.media_nbytes
+        completion.media_nbytes, completion.cached_nbytes = inner.media_nbytes, inner.cached_nbytes
         completion.overrun_ns = inner.overrun_ns
         if held.due > inner.ended_ns:
             completion.overrun_ns = self._clock.now() - held.due

@@ -219,7 +219,7 @@ class Checked(Around):
         assert completion is not None
         if inner is not None:
             completion.flops = inner.flops
-            completion.media_nbytes = inner.media_nbytes
+            completion.media_nbytes, completion.cached_nbytes = inner.media_nbytes, inner.cached_nbytes
             completion.overrun_ns = inner.overrun_ns
         self._queues.finish(completion, error)
 

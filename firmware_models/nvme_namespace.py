@@ -1,9 +1,9 @@
 """A namespace: real bytes in blocks, the medium beneath them, and a write cache that can be lost.
 
 The store holds what a reader sees. What was written into the volatile cache and is not yet durable is remembered by the
-bytes that lie beneath it: `flush` forgets those, `lose_power` puts them back. Blocks that were never written or were
-deallocated read as zeros. A block may be spoilt: its read ends with an error until it is written again, as after Write
-Uncorrectable or by `spoil`, or its writes fail (`wear_out`) until it is `heal`ed.
+bytes that lie beneath it, in a second store: `flush` forgets those, `lose_power` puts them back. Blocks that were never
+written or were deallocated read as zeros. A block may be spoilt: its read ends with an error until it is written again,
+as after Write Uncorrectable or by `spoil`, or its writes fail (`wear_out`) until it is `heal`ed.
 
 The medium's time comes from a `Firmware` (media.py); ranges that are no whole units of it are rounded outwards.
 """
@@ -12,20 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.firmware_models.media import NOTHING, Firmware, MediaWork, Ranges, Timed, Wearing
-
-
-class _Beneath(NamedTuple):
-    """What a block holds beneath the write cache."""
-
-    data: bytes
-    allocated: bool
-    spoilt: bool
 
 
 class Namespace:
@@ -50,9 +41,12 @@ class Namespace:
         self.media = media
         self._timed = media if isinstance(media, Timed) and media.timed else None
         self._wearing = media if isinstance(media, Wearing) else None
-        self._store = memoryview(_zeroed(capacity))
-        self._allocated: NDArray[np.bool_] = np.frombuffer(_zeroed(self.blocks), dtype=np.bool_)[: self.blocks]
-        self._beneath: dict[int, _Beneath] = {}
+        self._store, self._allocated = _blocks(capacity, lba_nbytes), _flags(self.blocks)
+        self._cached = _flags(self.blocks)
+        """Which blocks the cache holds; all lie in `_dirty`, so that a large namespace is not searched for a few."""
+        self._dirty = range(0)
+        self._beneath, self._held_beneath = _blocks(capacity, lba_nbytes), _flags(self.blocks)
+        self._spoilt_beneath: set[int] = set()
         self._unreadable: set[int] = set()
         self._unwritable: set[int] = set()
 
@@ -70,37 +64,33 @@ class Namespace:
     @property
     def dirty_blocks(self) -> int:
         """Blocks in the cache that a power failure would lose."""
-        return len(self._beneath)
+        return int(np.count_nonzero(self._cached[self._dirty.start : self._dirty.stop]))
 
     def load(self, lba: int, count: int) -> bytes:
         """The bytes of some blocks."""
-        return bytes(self._store[lba * self.lba_nbytes : (lba + count) * self.lba_nbytes])
+        return self._store[lba : lba + count].tobytes()
 
     def put(self, lba: int, data: bytes, durable: bool) -> None:
         """Write whole blocks; if they are not durable, they are in the cache."""
         count = len(data) // self.lba_nbytes
-        self._remember(lba, count, durable)
-        self._store[lba * self.lba_nbytes : lba * self.lba_nbytes + len(data)] = data
+        self._settle(lba, count, durable)
+        self._store[lba : lba + count] = np.frombuffer(data, dtype=np.uint8).reshape(count, self.lba_nbytes)
         self._allocated[lba : lba + count] = True
         self._mend(lba, count)
 
     def deallocate(self, lba: int, count: int, durable: bool) -> None:
         """Give blocks back; they read as zeros."""
-        used = (np.flatnonzero(self._allocated[lba : lba + count]) + lba).tolist()
-        for block in used:
-            self._remember(block, 1, durable)
-            self._store[block * self.lba_nbytes : (block + 1) * self.lba_nbytes] = bytes(self.lba_nbytes)
-        self._mend(lba, count)
+        self._clear(lba, count, durable)
         self._allocated[lba : lba + count] = False
 
     def zero(self, lba: int, count: int, durable: bool) -> None:
         """Write zeros; the blocks stay allocated."""
-        self.deallocate(lba, count, durable)
+        self._clear(lba, count, durable)
         self._allocated[lba : lba + count] = True
 
     def commit(self, lba: int, count: int) -> None:
         """Make what the cache holds of some blocks durable."""
-        self._remember(lba, count, durable=True)
+        self._settle(lba, count, durable=True)
 
     def hole(self, lba: int, count: int) -> int | None:
         """The first block of a range that was never written or is deallocated."""
@@ -109,7 +99,7 @@ class Namespace:
 
     def spoil(self, lba: int, count: int) -> None:
         """Reading these blocks fails until they are written, whatever becomes of the cache."""
-        self._remember(lba, count, durable=True)
+        self._settle(lba, count, durable=True)
         self._unreadable.update(range(lba, lba + count))
 
     def wear_out(self, lba: int, count: int) -> None:
@@ -130,15 +120,21 @@ class Namespace:
 
     def flush(self) -> None:
         """Make the cache durable."""
-        self._beneath.clear()
+        self._cached[self._dirty.start : self._dirty.stop] = False
+        self._spoilt_beneath.clear()
+        self._dirty = range(0)
 
     def lose_power(self) -> None:
         """The cache is lost: blocks hold again what lay beneath it."""
-        for block, beneath in self._beneath.items():
-            self._store[block * self.lba_nbytes : (block + 1) * self.lba_nbytes] = beneath.data
-            self._allocated[block] = beneath.allocated
-            (self._unreadable.add if beneath.spoilt else self._unreadable.discard)(block)
-        self._beneath.clear()
+        lost = np.flatnonzero(self._cached[self._dirty.start : self._dirty.stop]) + self._dirty.start
+        held = self._held_beneath[lost]
+        self._store[lost[held]] = self._beneath[lost[held]]
+        self._store[lost[~held & self._allocated[lost]]] = 0
+        self._allocated[lost] = held
+        if self._unreadable:
+            self._unreadable.difference_update(lost.tolist())
+        self._unreadable |= self._spoilt_beneath
+        self.flush()
 
     # the medium
 
@@ -167,22 +163,41 @@ class Namespace:
 
     # inside
 
-    def _remember(self, lba: int, count: int, durable: bool) -> None:
-        size = self.lba_nbytes
-        if durable and not self._beneath:
+    def _clear(self, lba: int, count: int, durable: bool) -> None:
+        self._settle(lba, count, durable)
+        self._store[np.flatnonzero(self._allocated[lba : lba + count]) + lba] = 0
+        self._mend(lba, count)
+
+    def _settle(self, lba: int, count: int, durable: bool) -> None:
+        """Make durable what the cache holds of some blocks, or remember what lies beneath them before they change.
+
+        Blocks that hold no data have nothing beneath that is worth a copy.
+        """
+        if durable:
+            self._cached[lba : lba + count] = False
+            self._spoilt_beneath.difference_update(range(lba, lba + count) if self._spoilt_beneath else ())
             return
-        for block in range(lba, lba + count):
-            if durable:
-                self._beneath.pop(block, None)
-            elif block not in self._beneath:
-                data = bytes(self._store[block * size : (block + 1) * size])
-                self._beneath[block] = _Beneath(data, bool(self._allocated[block]), block in self._unreadable)
+        new = ~self._cached[lba : lba + count]
+        held = new & self._allocated[lba : lba + count]
+        self._held_beneath[lba : lba + count][new] = held[new]
+        copied = np.flatnonzero(held) + lba
+        self._beneath[copied] = self._store[copied]
+        self._cached[lba : lba + count] = True
+        if self._unreadable:
+            self._spoilt_beneath |= self._unreadable.intersection((np.flatnonzero(new) + lba).tolist())
+        first, end = self._dirty.start, self._dirty.stop
+        self._dirty = range(min(first, lba), max(end, lba + count)) if self._dirty else range(lba, lba + count)
 
     def _mend(self, lba: int, count: int) -> None:
         if self._unreadable:
             self._unreadable.difference_update(range(lba, lba + count))
 
 
-def _zeroed(nbytes: int) -> mmap.mmap:
+def _blocks(nbytes: int, lba_nbytes: int) -> NDArray[np.uint8]:
+    """Zeros of shape (blocks, lba_nbytes) that take memory only where they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return mmap.mmap(-1, nbytes, flags=flags)
+    return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8).reshape(-1, lba_nbytes)
+
+
+def _flags(blocks: int) -> NDArray[np.bool_]:
+    return _blocks(blocks, 1).view(np.bool_).reshape(-1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tests.fake_system import FakeSystem
@@ -123,6 +124,20 @@ def on_fake(system: FakeSystem | None = None, **options: Any) -> Rig:
 def on_drive(machine: NvmeMachine | None = None, **options: Any) -> Rig:
     """A rig on the generic character device of a modelled drive."""
     return Rig("/dev/ng0n1", {"queues": 2, "retries": 8, **options}, machine or nvme_machine())
+
+
+@pytest.fixture
+def filled(rig: Rig) -> Region:
+    """1 MiB of the test file's own `rig`: it holds bytes_of(1, 1 MiB)."""
+    made = rig.device.alloc(1 * MIB)
+    rig.write(made.all(), bytes_of(1, 1 * MIB))
+    return made
+
+
+def works(rig: Rig, region: Region) -> bool:
+    """Whether the device still reads and writes."""
+    rig.write(region.all(), bytes_of(9, region.nbytes))
+    return bool(np.array_equal(rig.read(region.all()), bytes_of(9, region.nbytes)))
 
 
 def spans(*pairs: tuple[int, int]) -> Spans:

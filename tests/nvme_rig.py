@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.fake_system import FakeSystem
+from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Flush
 from tierloop.devices.completion import Completion
@@ -27,11 +28,6 @@ from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 MIB = 1 << 20
 SHORT_S = 0.5
 """The deadline in tests of what hangs: long enough for a loaded machine to start a thread, short enough to wait for."""
-
-
-def bytes_of(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Seeded random bytes, uint8 (n,)."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def host_memory(nbytes: int, name: str = "dram") -> Region:

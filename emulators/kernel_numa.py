@@ -1,24 +1,20 @@
-"""A model of NUMA memory for `ModelKernel`: policies of ranges, pages on nodes, and a capacity that runs out.
+"""The system calls of NUMA memory for `ModelKernel`: policies of ranges, pages on nodes, and memory that is mapped.
 
 The bytes are real memory of this process; what is made up is on which node each page lies. It answers the system calls
 that devices/drivers/numa.py and numa_mapping.py make: mbind, get_mempolicy, move_pages, mmap and munmap of anonymous
 memory, madvise, and sched_setaffinity. What must hold, as on Linux:
 
-- A page lies nowhere until it is touched, then where the policy of its address says: in turn (interleave, by the page's
-  number), or on the nearest of the named nodes that has room (bind, preferred). If those are full, it lies on the
-  nearest node that has room, but not under bind: that is EFAULT from the call that touches; Linux may kill the process.
 - An address that is not on a page's boundary is EINVAL. Nodes of a mask that are not there, have no memory or are not
   the process's are dropped silently, and if none is left it is EINVAL; move_pages says ENODEV and EACCES. A mask is cut
   to one bit less than it is said to have. Memory that is not mapped is EFAULT. What the container forbids is EPERM,
   checked before anything else.
-- Pinning moves a page out of a movable node (`pin`), and pinned pages do not move (EBUSY).
+- Pages lie where numa_pages.py says, and pinned pages do not move (EBUSY).
 
 Touching is seen where the kernel does it (MADV_POPULATE_WRITE). Stores of the process are not seen: with
 `populates=False` there is no such call, as before Linux 5.14, and pages count as touched, from the node `home`, when
 they are first asked for.
 
-The back door: `touch`, `pin`, `unpin`, `relocate` (the kernel moves pages behind us), `used`, `pages_at`, `forbid` and
-`permit`, `bound_to` (the affinity that threads asked for).
+The back door: what numa_pages.py has, `forbid` and `permit`, `bound_to` (the affinity that threads asked for).
 """
 
 from __future__ import annotations
@@ -26,24 +22,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap as mmap_module
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from tierloop.devices.drivers import numa, numa_mapping
 from tierloop.devices.drivers.numa_topology import numa_topology
 from tierloop.emulators.kernel import ModelKernel, failure
+from tierloop.emulators.numa_pages import DEFAULT, MPOL_LOCAL, PAGE, NumaPages, Policy
+from tierloop.emulators.numa_pages import Memory as Memory
 
-PAGE = numa.PAGE
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _MOST_BITS = PAGE * 8
-_MPOL_LOCAL = 4
-"""What `preferred` without nodes becomes: the node of the core that touches."""
 _MODES = {
     numa.MPOL_DEFAULT,
-    _MPOL_LOCAL,
+    MPOL_LOCAL,
     numa.MPOL_PREFERRED,
     numa.MPOL_BIND,
     numa.MPOL_INTERLEAVE,
@@ -61,29 +53,8 @@ _seen = (ctypes.c_ubyte * (_LOOK_NBYTES // PAGE))()
 """Where the kernel writes which pages are there; nobody reads it, so that all may share it."""
 
 
-class Policy(NamedTuple):
-    """A range's policy: an MPOL_ number and its nodes, in order."""
-
-    mode: int
-    nodes: tuple[int, ...]
-
-
-_DEFAULT = Policy(numa.MPOL_DEFAULT, ())
-
-
-@dataclass(frozen=True)
-class Memory:
-    """One node's memory: what it holds, whether pins make pages leave, whether the process may use it."""
-
-    nbytes: int
-    movable: bool = False
-    allowed: bool = True
-
-
-class NumaMemory:
-    """See the top of the file. `home` is the node of the cores that this process runs on; without `distances` all other
-    nodes are equally far.
-    """
+class NumaMemory(NumaPages):
+    """See the top of the file."""
 
     def __init__(
         self,
@@ -92,19 +63,10 @@ class NumaMemory:
         populates: bool = True,
         distances: Mapping[int, Mapping[int, int]] | None = None,
     ) -> None:
-        self.nodes = dict(nodes)
-        self.home = home
-        self._distances = {node: dict(row) for node, row in (distances or {}).items()}
-        self.used = dict.fromkeys(self.nodes, 0)
-        """Bytes that lie on each node."""
+        super().__init__(nodes, home, distances)
         self.bound_to: list[frozenset[int]] = []
-        self.weights = dict.fromkeys(self.nodes, 1)
         self._populates = populates
         self._forbidden: dict[str, int] = {}
-        self._where: dict[int, int] = {}
-        self._pinned: set[int] = set()
-        self._starts: list[int] = [0]
-        self._policies: list[Policy] = [_DEFAULT]
         self._mappings: dict[int, tuple[mmap_module.mmap, int, int]] = {}
         self._kernel: ModelKernel | None = None
 
@@ -145,35 +107,6 @@ class NumaMemory:
         """Let a call work again."""
         self._forbidden.pop(call, None)
 
-    def touch(self, address: int, nbytes: int, home: int | None = None) -> None:
-        """Touch pages that were not touched, from a core of the node `home`. Raises OSError: EFAULT without room."""
-        for page in _pages(address, nbytes):
-            if page not in self._where:
-                self._put(page, self._choose(page, self.home if home is None else home))
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """Pin pages for DMA: they are touched, and leave movable nodes. Raises OSError: ENOMEM if nothing has room."""
-        self.touch(address, nbytes)
-        for page in _pages(address, nbytes):
-            if self.nodes[self._where[page]].movable:
-                fixed = [node for node in self._nearest(self.home) if not self.nodes[node].movable]
-                self._put(page, self._first_with_room(fixed, errno.ENOMEM))
-            self._pinned.add(page)
-
-    def unpin(self, address: int, nbytes: int) -> None:
-        """Let pages go; they stay where they are."""
-        self._pinned.difference_update(_pages(address, nbytes))
-
-    def relocate(self, address: int, nbytes: int, node: int) -> None:
-        """Move touched pages to a node, asked by nobody: demotion, or NUMA balancing."""
-        for page in _pages(address, nbytes):
-            if page in self._where and page not in self._pinned:
-                self._put(page, node)
-
-    def pages_at(self, address: int, nbytes: int) -> list[int | None]:
-        """The node of each page of a range, None where it lies nowhere."""
-        return [self._where.get(page) for page in _pages(address, nbytes)]
-
     # system calls
 
     def _mbind(self, address: int, nbytes: int, mode: int, mask: int, maxnode: int, flags: int) -> int:
@@ -188,14 +121,14 @@ class NumaMemory:
             return 0
         made = self._policy_of(policy, nodes)
         self._mapped(address, length)
-        self._rule(address, length, made)
+        self.rule(address, length, made)
         return 0
 
     def _policy_of(self, mode: int, nodes: list[int]) -> Policy:
         if mode == numa.MPOL_PREFERRED and not nodes:
-            return Policy(_MPOL_LOCAL, ())
+            return Policy(MPOL_LOCAL, ())
         usable = self._usable(nodes)
-        if mode in (numa.MPOL_DEFAULT, _MPOL_LOCAL):
+        if mode in (numa.MPOL_DEFAULT, MPOL_LOCAL):
             if nodes:
                 raise failure(errno.EINVAL)
         elif not usable:
@@ -209,10 +142,10 @@ class NumaMemory:
         if not flags & numa.MPOL_F_ADDR:
             if address:
                 raise failure(errno.EINVAL)
-            found = _DEFAULT
+            found = DEFAULT
         else:
             self._mapped(address // PAGE * PAGE, PAGE)
-            found = self._policy(address // PAGE)
+            found = self.policy(address // PAGE)
         if mode:
             self._mapped(mode, 4)
             ctypes.c_int.from_address(mode).value = found.mode
@@ -265,19 +198,14 @@ class NumaMemory:
         )  # a page more: huge ones lie on their own grid
         start = -(-ctypes.addressof(ctypes.c_char.from_buffer(mapping)) // page) * page
         self._mappings[start] = (mapping, nbytes, page)
-        self._rule(start, nbytes, _DEFAULT)
+        self.rule(start, nbytes, DEFAULT)
         return start
 
     def _munmap(self, address: int, nbytes: int, *_: int) -> int:
         if address not in self._mappings or self._mappings[address][1] != nbytes:
             raise failure(errno.EINVAL)
         page_nbytes = self._mappings.pop(address)[2]
-        for page in _pages(address, nbytes):
-            node = self._where.pop(page, None)
-            self._pinned.discard(page)
-            if node is not None:
-                self.used[node] -= PAGE
-        self._rule(address, nbytes, _DEFAULT)
+        self.forget(address, nbytes)
         if page_nbytes != PAGE:
             self._take_huge(page_nbytes, -(nbytes // page_nbytes))
         return 0
@@ -329,68 +257,23 @@ class NumaMemory:
             if _mincore(piece, length, ctypes.addressof(_seen)) != 0:
                 raise failure(number)
 
-    def _rule(self, address: int, nbytes: int, policy: Policy) -> None:
-        first, last = address // PAGE, (address + nbytes) // PAGE
-        after = self._policy(last)
-        low = bisect_right(self._starts, first - 1)
-        high = bisect_right(self._starts, last)
-        self._starts[low:high] = [first, last]
-        self._policies[low:high] = [policy, after]
-
-    def _policy(self, page: int) -> Policy:
-        return self._policies[bisect_right(self._starts, page) - 1]
-
     def _moved(self, address: int, node: int | None) -> int:
         page = address // PAGE
         try:
             self._mapped(page * PAGE, PAGE)
         except OSError:
             return -errno.EFAULT
-        if page not in self._where:
+        if page not in self.where:
             if self._populates:
                 return -errno.ENOENT
             self.touch(page * PAGE, PAGE)
-        if node is not None and node != self._where[page]:
-            if page in self._pinned:
+        if node is not None and node != self.where[page]:
+            if page in self.pinned:
                 return -errno.EBUSY
-            if not self._room(node):
+            if not self.has_room(node):
                 return -errno.ENOMEM
-            self._put(page, node)
-        return self._where[page]
-
-    def _choose(self, page: int, home: int) -> int:
-        mode, nodes = self._policy(page)
-        if mode in (numa.MPOL_BIND, numa.MPOL_PREFERRED_MANY):
-            named = [node for node in self._nearest(home) if node in nodes]
-            return self._first_with_room(named if mode == numa.MPOL_BIND else [*named, *self._nearest(home)])
-        if mode == numa.MPOL_PREFERRED:
-            return self._first_with_room(self._nearest(nodes[0]))
-        if mode in (numa.MPOL_INTERLEAVE, numa.MPOL_WEIGHTED_INTERLEAVE):
-            even = mode == numa.MPOL_INTERLEAVE
-            turns = [node for node in nodes for _ in range(1 if even else self.weights[node])]
-            return self._first_with_room(self._nearest(turns[page % len(turns)]))
-        return self._first_with_room(self._nearest(home))
-
-    def _nearest(self, home: int) -> list[int]:
-        row = self._distances.get(home, {})
-        usable = (node for node in self.nodes if self.nodes[node].allowed)
-        return sorted(usable, key=lambda node: (node != home, row.get(node, 255), node))
-
-    def _first_with_room(self, nodes: Iterable[int], number: int = errno.EFAULT) -> int:
-        for node in nodes:
-            if self._room(node):
-                return node
-        raise failure(number)
-
-    def _room(self, node: int) -> bool:
-        return self.used[node] + PAGE <= self.nodes[node].nbytes
-
-    def _put(self, page: int, node: int) -> None:
-        before = self._where.get(page)
-        if before is not None:
-            self.used[before] -= PAGE
-        self._where[page] = node
-        self.used[node] += PAGE
+            self.put(page, node)
+        return self.where[page]
 
     def _take_huge(self, page: int, count: int) -> None:
         """Take pages out of the machine's pool, or give them back. Raises OSError: ENOMEM."""
@@ -401,10 +284,6 @@ class NumaMemory:
         if left < 0:
             raise failure(errno.ENOMEM)
         self._kernel.tree.put(path, str(left))
-
-
-def _pages(address: int, nbytes: int) -> range:
-    return range(address // PAGE, -(-(address + nbytes) // PAGE))
 
 
 def _bits_at(address: int, bits: int) -> list[int]:

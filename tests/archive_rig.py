@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.machines import write_machine
+from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.regions import Segment
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.archive import Archive
@@ -41,11 +42,6 @@ def machine(folder: Path, keep: Path | None = None, phantom: bool = False, shape
         engine = Engine(platform, shape, phantom=phantom)
         yield engine
         engine.close()
-
-
-def bytes_of(seed: int, *shape: int) -> Bytes:
-    """Seeded random bytes."""
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 def order_of(seed: int, first: int, last: int, heads: int = SHAPE.num_kv_heads) -> Int64:

@@ -56,7 +56,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama with a token per byte, as a transformers folder."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from tests.tiny import tiny_config
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -65,22 +67,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)  # type: ignore[no-untyped-call]
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(tiny_config(len(alphabet))).save_pretrained(folder)
     return folder
 
 

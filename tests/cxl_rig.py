@@ -6,10 +6,14 @@ import errno
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
 from tierloop.devices.platform import Platform
@@ -69,11 +73,30 @@ def file_of(folder: Path, nbytes: int = 8 * MIB, fill: int = 0xAB) -> Path:
     return Path(path)
 
 
+@pytest.fixture
+def a_site() -> Site:
+    """A site on the wall clock."""
+    return Site(WallClock())
+
+
+@pytest.fixture
+def pair_with_file(site: Site, tmp_path: Path) -> Iterator[Platform]:
+    """A cpu device and a file in place of CXL memory, on the test file's own `site`."""
+    platform = pair(site, {"path": str(file_of(tmp_path))})
+    yield platform
+    platform.close()
+
+
 def pair(site: Site, options: dict[str, Any], system: System = HOST, capacity: int = 64 * MIB) -> Platform:
     """A platform of a cpu device that reaches a cxl device."""
     memory = open_cxl("cxl0", site, options, system)
     cpu = open_cpu("cpu0", site, {"capacity": capacity, "queues": 2, "threads": 2, "reaches": ["cxl0"]})
     return Platform("pair", site, {"cpu0": cpu, "cxl0": memory}, "cpu0")
+
+
+def both(platform: Platform) -> tuple[Device, Device]:
+    """The two devices of a pair."""
+    return platform.device("cpu0"), platform.device("cxl0")
 
 
 def opened(options: dict[str, Any], system: System = HOST) -> CxlDevice:

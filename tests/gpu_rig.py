@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion
@@ -29,11 +30,6 @@ SMALL: dict[str, Any] = {
     "deadline_s": 1.0,
 }
 """Options under which a few KiB fill every buffer, and what hangs does so for one second of virtual time."""
-
-
-def bytes_of(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Seeded random bytes, uint8 (n,)."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def host_region(nbytes: int, number: int = 0, fill: int = 0) -> Region:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tests.fake_system import FakeSystem
+from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Flush
 from tierloop.devices.completion import Completion
@@ -26,11 +28,6 @@ from tierloop.emulators.kernel_nvme import NvmeMachine, nvme_machine
 MIB = 1 << 20
 SHORT_S = 0.5
 """The deadline in tests of what hangs: long enough for a loaded machine to start a thread, short enough to wait for."""
-
-
-def bytes_of(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Seeded random bytes, uint8 (n,)."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def host_memory(nbytes: int, name: str = "dram") -> Region:
@@ -123,6 +120,20 @@ def on_fake(system: FakeSystem | None = None, **options: Any) -> Rig:
 def on_drive(machine: NvmeMachine | None = None, **options: Any) -> Rig:
     """A rig on the generic character device of a modelled drive."""
     return Rig("/dev/ng0n1", {"queues": 2, "retries": 8, **options}, machine or nvme_machine())
+
+
+@pytest.fixture
+def filled(rig: Rig) -> Region:
+    """1 MiB of the test file's own `rig`: it holds bytes_of(1, 1 MiB)."""
+    made = rig.device.alloc(1 * MIB)
+    rig.write(made.all(), bytes_of(1, 1 * MIB))
+    return made
+
+
+def works(rig: Rig, region: Region) -> bool:
+    """Whether the device still reads and writes."""
+    rig.write(region.all(), bytes_of(9, region.nbytes))
+    return bool(np.array_equal(rig.read(region.all()), bytes_of(9, region.nbytes)))
 
 
 def spans(*pairs: tuple[int, int]) -> Spans:

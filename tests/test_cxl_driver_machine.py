@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from tests.cxl_rig import MIB, PAGE, pair
-from tierloop.devices.clocks import WallClock
+from tests.cxl_rig import MIB, PAGE, a_site, pair
 from tierloop.devices.commands import Copy, Flush
 from tierloop.devices.conformance import Suite
 from tierloop.devices.drivers import cache_lines
@@ -68,9 +67,7 @@ class TestOnANode(Suite):
         return pair(site, {"node": 1, "capacity": 8 * MIB}, kernel)
 
 
-@pytest.fixture
-def site() -> Site:
-    return Site(WallClock())
+site = a_site
 
 
 def filled(platform: Platform, nbytes: int, value: int) -> Region:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cxl_card_rig import ask, card, commit, decoding
+from tests.cxl_card_rig import LINE, ask, card, commit, decoding
 from tierloop.devices.system import HOST
 from tierloop.emulators.kernel_cxl import cxl_machine
 from tierloop.emulators.kernel_cxl_memdev import QUERY, SEND
@@ -19,7 +19,6 @@ from tierloop.firmware_models.cxl_card import CxlCard
 from tierloop.firmware_models.cxl_codes import Code, Op
 from tierloop.firmware_models.cxl_part import GRAIN, CxlPart
 
-LINE = 64
 MARK = bytes(range(64))
 SPOTS = (0, LINE, GRAIN - LINE, GRAIN, 2 * GRAIN - LINE)
 

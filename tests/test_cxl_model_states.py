@@ -8,11 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.cxl_card_rig import card, commit, told
+from tests.cxl_card_rig import CLEAR, INJECT, LINE, POISON, card, commit, told
 from tierloop.firmware_models.cxl_part import GRAIN
 
-LINE = 64
-GET_POISON, INJECT, CLEAR = 0x4300, 0x4301, 0x4302
 BASE = 16 * GRAIN
 
 lines = st.sampled_from([0, 1, 2, 3, 5, *(GRAIN // LINE + n for n in (-1, 0, 1, 2, 9)), 2 * GRAIN // LINE - 1])
@@ -78,7 +76,7 @@ class AnyUse(RuleBasedStateMachine):
 
     @invariant()
     def the_poison_list_is_complete(self) -> None:
-        answer = told(self.card, GET_POISON, struct.pack("<QQ", 0, 2 * GRAIN // LINE))
+        answer = told(self.card, POISON, struct.pack("<QQ", 0, 2 * GRAIN // LINE))
         found = set()
         for at in range(32, len(answer), 16):
             word, count = struct.unpack_from("<QI", answer, at)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, on_fake
+from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, filled, on_fake, works
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, PosixEngine, Target
 from tierloop.devices.drivers.pieces import contiguous
@@ -51,12 +51,7 @@ def hasty(request: pytest.FixtureRequest) -> Iterator[Rig]:
     made.close()
 
 
-@pytest.fixture
-def region(rig: Rig) -> Region:
-    """1 MiB that holds bytes_of(1, 1 MiB)."""
-    made = rig.device.alloc(1 * MIB)
-    rig.write(made.all(), bytes_of(1, 1 * MIB))
-    return made
+region = filled
 
 
 def buffer(nbytes: int = 1 * MIB) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -68,12 +63,6 @@ def command(call: str, region: Region) -> Command:
     if call == "sync":
         return Flush(region.all())
     return Read(region.all(), buffer()) if call == "read" else Write(region.all(), buffer())
-
-
-def works(rig: Rig, region: Region) -> bool:
-    """Whether the device still reads and writes."""
-    rig.write(region.all(), bytes_of(9, 1 * MIB))
-    return bool(np.array_equal(rig.read(region.all()), bytes_of(9, 1 * MIB)))
 
 
 @pytest.mark.parametrize("moves", [512, 4096, 300_032])

@@ -1,8 +1,6 @@
 """Any sequence of commands, faults, closings and power failures against a dict of bytes: the nvme driver, both engines.
 
-Recoverable faults (short transfers, EAGAIN, EINTR) must not be seen at all. After a failed write the bytes that it
-named are unknown and are taken from the medium; nothing else may have changed. After a power failure every region that
-was not touched since the last flush reads as it did then.
+Recoverable faults (short transfers, EAGAIN, EINTR) must not be seen at all.
 """
 
 from __future__ import annotations
@@ -12,109 +10,55 @@ import errno
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import Rig, bytes_of, host_memory, on_fake
+from tests.nvme_regions_rig import PAGE, PAGES, Regions, pieces
+from tests.nvme_rig import bytes_of, host_memory, on_fake
 from tierloop.devices.commands import Copy, Read, Write
-from tierloop.devices.errors import MediaError, OutOfMemory
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait
 
-PAGE, PAGES = 4096, 96
 UNIT = 512
 
 
-@st.composite
-def pieces(draw: st.DrawFn, nbytes: int, disjoint: bool = False) -> Spans:
-    """Spans on the grid inside nbytes, in any order."""
-    units = nbytes // UNIT
-    chosen: list[tuple[int, int]] = []
-    used: set[int] = set()
-    for _ in range(draw(st.integers(0, 5))):
-        start = draw(st.integers(0, units - 1))
-        size = draw(st.integers(0, min(units - start, 40)))
-        mine = set(range(start, start + size))
-        if not (disjoint and mine & used):
-            chosen.append((start * UNIT, size * UNIT))
-            used |= mine
-    return Spans(chosen)
-
-
-class NvmeMachine(RuleBasedStateMachine):
+class NvmeMachine(Regions):
     """The device on a small disk in memory, and what each region must hold."""
-
-    rig: Rig
 
     @initialize(io=st.sampled_from(["io_uring", "posix"]), seed=st.integers(0, 99), zeroing=st.integers(0, 2))
     def open(self, io: str, seed: int, zeroing: int) -> None:
         system = FakeSystem(seed=seed, zero_range=zeroing == 0, punch_hole=zeroing <= 1)
-        self.rig = on_fake(system, io=io, capacity=PAGES * PAGE, depth=4, reaches=["dram"])
-        self.rig.open()
+        self.hold(on_fake(system, io=io, capacity=PAGES * PAGE, depth=4, reaches=["dram"]), UNIT)
         self.dram = host_memory(PAGES * PAGE)
-        self.model: dict[Region, bytearray] = {}
-        self.flushed: dict[Region, bytes] = {}
 
-    def pick(self, data: st.DataObject) -> Region:
-        regions = list(self.model)
-        return regions[data.draw(st.integers(0, len(regions) - 1))]
+    def on_medium(self, region: Region) -> bytes:
+        where = self.rig.device.offset_of(region)
+        return self.rig.fake.contents("/medium")[where : where + region.nbytes]
 
-    def store(self, region: Region, spans: Spans, data: bytes) -> None:
-        at = 0
-        for offset, nbytes in spans.array.tolist():
-            self.model[region][offset : offset + nbytes] = data[at : at + nbytes]
-            at += nbytes
-        self.flushed.pop(region, None)
+    def heal(self) -> None:
+        self.rig.fake.heal()
 
-    def load(self, region: Region, spans: Spans) -> bytes:
-        return b"".join(bytes(self.model[region][o : o + n]) for o, n in spans.array.tolist())
+    def break_writes(self, offset: int) -> None:
+        self.rig.fake.inject("write", errno.EIO, offset=offset)
 
-    @rule(pages=st.integers(1, 40))
-    def alloc(self, pages: int) -> None:
-        taken = {self.rig.device.offset_of(r): r.nbytes for r in self.model}
-        try:
-            region = self.rig.device.alloc(pages * PAGE)
-        except OutOfMemory:
-            free, at = 0, 0
-            for offset in [*sorted(taken), PAGES * PAGE]:
-                free, at = max(free, offset - at), offset + taken.get(offset, 0)
-            assert free < pages * PAGE
-            return
-        self.model[region] = bytearray(pages * PAGE)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data())
-    def free(self, data: st.DataObject) -> None:
-        region = self.pick(data)
-        self.rig.device.free(region)
-        del self.model[region]
-        self.flushed.pop(region, None)
-
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), seed=st.integers(0, 1 << 30))
-    def write(self, data: st.DataObject, seed: int) -> None:
-        region = self.pick(data)
-        spans = data.draw(pieces(region.nbytes))
-        new = bytes_of(seed, spans.nbytes)
-        self.rig.write(Segment(region, spans), new)
-        self.store(region, spans, new.tobytes())
+    def close_device(self, power_fails: bool) -> None:
+        self.heal()
+        self.rig.device.close()
+        if power_fails:
+            self.rig.fake.crash()
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), skew=st.sampled_from([0, 1, 512]))
     def read(self, data: st.DataObject, skew: int) -> None:
-        region = self.pick(data)
-        spans = data.draw(pieces(region.nbytes))
-        into = np.empty(spans.nbytes + skew, dtype=np.uint8)[skew:]
-        done = self.rig.run(Read(Segment(region, spans), into), queue=1)
-        assert into.tobytes() == self.load(region, spans)
-        assert done.media_nbytes >= spans.nbytes
+        done, nbytes = self.read_any(data, skew)
+        assert done.media_nbytes >= nbytes
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def copy_within(self, data: st.DataObject) -> None:
         source, target = self.pick(data), self.pick(data)
-        into = data.draw(pieces(target.nbytes, disjoint=True))
+        into = data.draw(pieces(target.nbytes, UNIT, disjoint=True))
         units = source.nbytes // UNIT
         wanted = into.nbytes // UNIT
         if wanted > units:
@@ -130,7 +74,7 @@ class NvmeMachine(RuleBasedStateMachine):
     )
     def copy_with_host_memory(self, data: st.DataObject, out: bool, cut: int, start: int, seed: int) -> None:
         region = self.pick(data)
-        spans = data.draw(pieces(region.nbytes, disjoint=True))
+        spans = data.draw(pieces(region.nbytes, UNIT, disjoint=True))
         cut = min(cut, spans.nbytes)
         ragged = Spans([(start + spans.nbytes - cut, cut), (start, spans.nbytes - cut)])
         assert self.dram.view is not None
@@ -172,57 +116,9 @@ class NvmeMachine(RuleBasedStateMachine):
         self.rig.fake.heal()  # what is put off more often in a row than the driver tries again is an error, and rightly
         self.rig.fake.inject(call, number, times=times)
 
-    @precondition(lambda self: self.model)
-    @rule(data=st.data(), seed=st.integers(0, 99))
-    def fail_a_write(self, data: st.DataObject, seed: int) -> None:
-        region = self.pick(data)
-        where = self.rig.device.offset_of(region)
-        unit = data.draw(st.integers(0, region.nbytes // UNIT - 1))
-        self.rig.fake.heal()
-        self.rig.fake.inject("write", errno.EIO, offset=where + unit * UNIT)
-        error = self.rig.error_of(Write(region.all(), bytes_of(seed, region.nbytes)))
-        assert isinstance(error, MediaError)
-        self.model[region][:] = self.rig.fake.contents("/medium")[where : where + region.nbytes]
-        self.flushed.pop(region, None)
-
-    @precondition(lambda self: self.model)
-    @rule()
-    def flush(self) -> None:
-        self.rig.flush(next(iter(self.model)))
-        self.flushed = {region: bytes(held) for region, held in self.model.items()}
-
-    @rule(power_fails=st.booleans())
-    def reopen(self, power_fails: bool) -> None:
-        self.rig.fake.heal()
-        held = self.flushed if power_fails else self.model
-        places = {region: self.rig.device.offset_of(region) for region in held}
-        if power_fails:
-            self.rig.device.close()
-            self.rig.fake.crash()
-        else:
-            self.rig.device.close()
-        self.rig.opened.clear()
-        self.rig.open()
-        model: dict[Region, bytearray] = {}
-        for old, content in held.items():
-            model[self.rig.device.adopt(places[old], old.nbytes)] = bytearray(content)
-        self.model = model
-        self.flushed = {region: bytes(content) for region, content in model.items()} if power_fails else {}
-
-    @invariant()
-    def every_region_holds_what_it_must(self) -> None:
-        contents = self.rig.fake.contents("/medium")
-        for region, expected in self.model.items():
-            where = self.rig.device.offset_of(region)
-            assert contents[where : where + region.nbytes] == expected
-
     @invariant()
     def every_transfer_is_accounted_for(self) -> None:
         assert self.rig.device.counts.timeouts == 0
-
-    def teardown(self) -> None:
-        if hasattr(self, "rig"):
-            self.rig.close()
 
 
 NvmeMachine.TestCase.settings = settings(stateful_step_count=25)

@@ -18,13 +18,17 @@ class Letters:
         return " ".join(map(str, tokens))
 
 
-def tiny_model(
-    num_layers: int = 3, num_q_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 16, context: int = 2048
-) -> Model:
-    """A model whose greedy tokens depend on its whole context, float32, the same weights every time."""
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=211,
+def tiny_config(
+    vocab: int,
+    num_layers: int = 2,
+    num_q_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    context: int = 1024,
+) -> LlamaConfig:
+    """Of a model whose weights are large enough that its greedy tokens depend on its whole context."""
+    return LlamaConfig(
+        vocab_size=vocab,
         hidden_size=48,
         intermediate_size=96,
         num_hidden_layers=num_layers,
@@ -38,6 +42,14 @@ def tiny_model(
         pad_token_id=None,
         tie_word_embeddings=False,
     )
+
+
+def tiny_model(
+    num_layers: int = 3, num_q_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 16, context: int = 2048
+) -> Model:
+    """A model whose greedy tokens depend on its whole context, float32, the same weights every time."""
+    torch.manual_seed(7)
+    config = tiny_config(211, num_layers, num_q_heads, num_kv_heads, head_dim, context)
     config._attn_implementation = "sdpa"
     module = LlamaForCausalLM(config).train(False)
     module.generation_config.pad_token_id = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange
+from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
 from tierloop.devices.info import MemoryInfo
 from tierloop.devices.regions import Region
 
@@ -42,8 +42,15 @@ class Arena:
             )
         return taken
 
+    def grant(self, nbytes: int, memory: str | None, phantom: bool) -> int:
+        """As `reserve`, of a real device, which has no phantom regions. Raises Unsupported, too."""
+        self.alive("alloc")
+        if phantom:
+            raise Unsupported(self._device, "alloc", "a real device has no phantom regions")
+        return self.reserve(nbytes, memory)
+
     def add(self, nbytes: int, phantom: bool = False, view: NDArray[np.uint8] | None = None) -> Region:
-        """Record a region whose bytes `reserve` has granted."""
+        """Record a region whose bytes were reserved or granted."""
         region = Region(self._device, self._memory.name, self._next_id, nbytes, phantom, view)
         self._next_id += 1
         self._regions[region.id] = region

@@ -132,9 +132,7 @@ class Cpu:
 
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
         """Zeroed pages where they were wanted. Raises OutOfMemory, OutOfRange, ProtocolError, Unsupported, Gone."""
-        if phantom:
-            raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
-        taken = self._arena.reserve(nbytes, memory)
+        taken = self._arena.grant(nbytes, memory, phantom)
         region = self._arena.add(nbytes, view=self._pages.make(taken)[:nbytes])
         placement = self._placements.allocated(region)
         if placement is not None:

@@ -114,15 +114,12 @@ class CxlDevice:
 
         Raises OutOfMemory, OutOfRange, Unsupported (phantom), ProtocolError (pages lie on another node), Gone.
         """
-        if phantom:
-            raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
-        taken = self._arena.reserve(nbytes, memory)
+        taken = self._arena.grant(nbytes, memory, phantom)
         while True:
             offset = self._extents.take(taken)
             if offset is None:
                 lost = f", {self._lost_nbytes} are lost" if self._lost_nbytes else ""
-                largest = self._extents.largest_hole
-                raise OutOfMemory(self._name, "alloc", f"{nbytes} bytes; the largest free piece has {largest}{lost}")
+                raise self._extents.refusal(self._name, nbytes, lost)
             piece = self._backing.array[offset : offset + taken]
             if not len(guard.lost(piece)):
                 self._zero(offset, piece)

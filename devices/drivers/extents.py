@@ -29,9 +29,10 @@ class Extents:
         """The largest extent that could be taken now."""
         return max((nbytes for _, nbytes in self._holes), default=0)
 
-    def refusal(self, device: str, nbytes: int) -> OutOfMemory:
-        """The error for an extent that could not be taken."""
-        return OutOfMemory(device, "alloc", f"{nbytes} bytes; the largest piece that is free has {self.largest_hole}")
+    def refusal(self, device: str, nbytes: int, besides: str = "") -> OutOfMemory:
+        """The error for an extent that could not be taken; `besides` says what else there is to know."""
+        why = f"{nbytes} bytes; the largest piece that is free has {self.largest_hole}{besides}"
+        return OutOfMemory(device, "alloc", why)
 
     def rounded(self, nbytes: int) -> int:
         """What an extent of so many bytes truly takes."""

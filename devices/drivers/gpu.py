@@ -153,9 +153,7 @@ class GpuDevice:
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
         """Allocate zeroed bytes: first fit, on a grid of 256. Raises OutOfMemory, OutOfRange, Unsupported, Gone."""
         self._alive("alloc")
-        if phantom:
-            raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
-        self._arena.reserve(nbytes, memory)
+        self._arena.grant(nbytes, memory, phantom)
         offset = self._extents.take(nbytes)
         if offset is None:
             self._collect()

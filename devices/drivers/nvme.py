@@ -178,10 +178,8 @@ class NvmeDevice:
         Raises OutOfMemory (the capacity or the disk is spent), OutOfRange, Unsupported (phantom), MediaError, Gone.
         """
         self._alive("alloc")
-        if phantom:
-            raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         self._writable("alloc")
-        taken = self._arena.reserve(nbytes, memory)
+        taken = self._arena.grant(nbytes, memory, phantom)
         offset = self._extents.take(nbytes)
         if offset is None:
             raise self._extents.refusal(self._name, nbytes)

@@ -170,9 +170,7 @@ class PnmDevice:
         Raises OutOfMemory, OutOfRange, Unsupported (phantom), Gone or ProtocolError.
         """
         self._alive("alloc")
-        if phantom:
-            raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
-        self._arena.reserve(nbytes, memory)
+        self._arena.grant(nbytes, memory, phantom)
         offset = self._extents.take(nbytes)
         if offset is None:
             raise self._extents.refusal(self._name, nbytes)

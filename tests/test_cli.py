@@ -455,6 +455,23 @@ def test_a_file_that_cannot_be_a_drive_is_refused_by_name(
     assert (tmp_path / "small").read_bytes() == b"precious"
 
 
+def test_conformance_overwrites_nothing_unasked(run_cli: RunCli, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.touch()
+    os.truncate(drive, 1 << 20)
+    for _ in range(2):  # a blank file, and it is blank again afterwards
+        assert run_cli("conformance", f"nvme:file={drive}", "--level", "L1")[0] == 0
+    with drive.open("r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"you")
+    for subject in ([f"nvme:file={drive}"], *([name, "--option", f"path={drive}"] for name in ("nvme", "cxl"))):
+        code, _, err = run_cli("conformance", *subject, "--level", "L1")
+        assert code == 2
+        assert "its contents would be overwritten; --scratch says that they may be lost" in err
+    assert drive.read_bytes() == bytes((1 << 20) - 3) + b"you"
+    assert run_cli("conformance", f"nvme:file={drive}", "--level", "L1", "--scratch")[0] == 0
+
+
 def test_conformance_leaves_a_link_to_nowhere_alone(run_cli: RunCli, tmp_path: Path) -> None:
     link = tmp_path / "drive"
     link.symlink_to(tmp_path / "nowhere")

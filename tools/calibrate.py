@@ -14,6 +14,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
 from tierloop.tools.console import Results, progress, results, say
 from tierloop.tools.output import prepare_file, write_files
+from tierloop.tools.scratch import Scratch
 
 if TYPE_CHECKING:
     from tierloop.tools.calibration import Calibration
@@ -28,9 +29,7 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write (.toml).")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer points and passes: about a minute.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted calibration stopped.")] = False,
-    scratch: Annotated[
-        bool, typer.Option("--scratch", help="The contents of the file or block device may be overwritten.")
-    ] = False,
+    scratch: Scratch = False,
     passes: Annotated[int | None, typer.Option("--passes", min=1, max=1000, help="Passes over all points.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="For the order of points and the random places.")] = 0,
     clock: options.ClockKind = None,

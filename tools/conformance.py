@@ -18,6 +18,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
 from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import results, say
+from tierloop.tools.scratch import Scratch
 from tierloop.tools.table import amount
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ def conformance(
     clock: options.ClockKind = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="For the data that the checks make up.")] = 0,
     examples: Annotated[int, typer.Option("--examples", min=1, help="Sequences that the stateful machine tries.")] = 50,
+    scratch: Scratch = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Run the conformance suite. The nvme driver overwrites the medium that it is given.
+    """Run the conformance suite. The nvme and cxl drivers overwrite the medium that they are given.
 
     Exit codes: 0 every device passed, 1 a check failed, 2 the input was wrong.
     """
@@ -63,7 +65,7 @@ def conformance(
     with (
         results(as_json) as shown,
         _nothing_left_behind(),
-        targets(subject, device or [], given, options.clock_kind(clock)) as found,
+        targets(subject, device or [], given, options.clock_kind(clock), scratch) as found,
     ):
         reports = []
         say("kernels (compiled at first use)")

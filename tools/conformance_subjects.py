@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.site import Site
+from tierloop.tools.scratch import check_scratch
 
 if TYPE_CHECKING:
     from tierloop.devices.conformance import Opener
@@ -23,6 +24,8 @@ FILE_NBYTES = 64 << 20
 """Of a file that stands for a drive and did not exist: it is made, and removed again."""
 LEAST_NBYTES = 64 << 10
 """Of a file that was there: what the checks need for their regions."""
+_OVERWRITING = ("nvme", "cxl")
+"""Drivers whose option `path` names a medium that the suite writes to."""
 _BUS = 64_000_000_000
 
 
@@ -35,14 +38,20 @@ class Target(NamedTuple):
 
 
 @contextmanager
-def targets(subject: str, chosen: list[str], given: dict[str, Any], clock: str | None) -> Iterator[list[Target]]:
-    """Everything that is to be tested. `given` are options of a driver. Raises ConfigurationError."""
+def targets(
+    subject: str, chosen: list[str], given: dict[str, Any], clock: str | None, scratch: bool
+) -> Iterator[list[Target]]:
+    """Everything that is to be tested. `given` are options of a driver; `scratch` says that the contents of a medium
+    may be lost. Raises ConfigurationError.
+    """
     from tierloop.devices.registry import list_devices
 
     kind, colon, rest = subject.partition(":")
     drivers = [driver.name for driver in list_devices()]
     if (subject in drivers or colon) and chosen:
         raise ConfigurationError(f"--device: {subject} is one device; only a platform has several")
+    if subject in _OVERWRITING and isinstance(path := given.get("path"), str):
+        check_scratch(Path(path), scratch)
     if subject in drivers:
         yield [_driver(subject, given, clock)]
     elif kind == "cpu" and colon:
@@ -50,7 +59,7 @@ def targets(subject: str, chosen: list[str], given: dict[str, Any], clock: str |
     elif kind == "gpu" and colon and rest != "model":
         yield [_driver("gpu", {"device": f"cuda:{_number(subject, rest)}", **given}, clock)]
     elif kind == "nvme" and rest.startswith("file="):
-        with _file(subject, Path(rest.removeprefix("file="))) as options:
+        with _file(subject, Path(rest.removeprefix("file=")), scratch) as options:
             yield [_driver("nvme", {**options, **given}, clock)]
     elif colon and rest == "model":
         yield [_model(kind, given, clock)]
@@ -146,13 +155,14 @@ def _platform(
 
 
 @contextmanager
-def _file(subject: str, path: Path) -> Iterator[dict[str, Any]]:
+def _file(subject: str, path: Path, scratch: bool) -> Iterator[dict[str, Any]]:
     """Options for a drive that is a file; one that was not there is removed again. Raises ConfigurationError."""
     if not path.name:
         raise ConfigurationError(f"{subject!r} names no file; {FORMS}")
     if os.path.lexists(path):
         if path.is_file() and (nbytes := path.stat().st_size) < LEAST_NBYTES:
             raise ConfigurationError(f"{path} holds {nbytes} bytes; the suite needs {LEAST_NBYTES} or more")
+        check_scratch(path, scratch)
         yield {"path": str(path)}
         return
     if path.parent.is_dir() and (free := shutil.disk_usage(path.parent).free) < FILE_NBYTES:

@@ -19,6 +19,7 @@ from tierloop.devices.registry import ClockKind, entry, find_platform, open_plat
 from tierloop.devices.site import Site
 from tierloop.tools.measuring import Subject
 from tierloop.tools.output import OutputError
+from tierloop.tools.scratch import check_scratch
 
 FORMS = "cpu, nvme:FILE, nvme:FOLDER/ (a temporary file there), or PLATFORM:DEVICE"
 DRIVE_NBYTES = 1 << 30
@@ -152,9 +153,5 @@ def _drive(path: str, scratch: bool) -> Iterator[str]:
         raise ConfigurationError(
             f"{path}: there is no such file; name one, or a folder for a temporary one (nvme:FOLDER/)"
         )
-    if not scratch:
-        raise ConfigurationError(
-            f"{path}: its contents would be overwritten; --scratch says that they may be lost, and nvme:FOLDER/ "
-            "measures a temporary file instead"
-        )
+    check_scratch(place, scratch, ", and nvme:FOLDER/ measures a temporary file instead")
     yield path

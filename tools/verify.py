@@ -13,6 +13,7 @@ from tierloop.tools import options
 from tierloop.tools.comparing import FAILED, INVALID
 from tierloop.tools.console import Results, progress, results, say
 from tierloop.tools.output import prepare_file, write_files
+from tierloop.tools.scratch import Scratch
 
 if TYPE_CHECKING:
     from tierloop.tools.verifying import Compared, Verification
@@ -24,9 +25,7 @@ def verify(
         str | None,
         typer.Option("--device", help="Measure the real device again as well: cpu, nvme:FOLDER/, PLATFORM:DEVICE."),
     ] = None,
-    scratch: Annotated[
-        bool, typer.Option("--scratch", help="The contents of the file or block device may be overwritten.")
-    ] = False,
+    scratch: Scratch = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer passes.")] = False,
     clock: options.ClockKind = None,
     dilation: options.Dilation = None,

@@ -158,6 +158,10 @@ class CxlDevice:
             raise OutOfRange(self._name, "offset_of", f"{region} is not allocated here")
         return offset
 
+    def disown(self, region: Region) -> None:
+        """Let go of an adopted region; freeing leaves the bytes of such a memory as they are, too. Raises as `free`."""
+        self.free(region)
+
     def free(self, region: Region) -> None:
         """Give a region's bytes back. Raises OutOfRange, Busy (a command of any device still names it), Gone."""
         self._arena.remove(region, self._uses.named(region))

@@ -216,6 +216,12 @@ class NvmeDevice:
         """Where a region lies on the medium, in bytes: what `adopt` takes. Raises OutOfRange."""
         return self._own(region, "offset_of")
 
+    def disown(self, region: Region) -> None:
+        """Let go of an adopted region; its bytes stay as they are. Raises OutOfRange, Busy, Gone."""
+        self._alive("disown")
+        self._arena.remove(region, self._queues.uses(region))
+        self._extents.give(self._offsets.pop(region), region.nbytes)
+
     def free(self, region: Region) -> None:
         """Give a region's bytes back, to the file system as well. Raises OutOfRange, Busy, Gone, MediaError."""
         self._alive("free")

@@ -11,6 +11,7 @@ import typer
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.served import Limits, ServingResult
+from tierloop.runtime.tier_writes import unreached
 from tierloop.tools import options
 from tierloop.tools.comparing import FAILED, INVALID, escaped, prepare_files, tell_self_test
 from tierloop.tools.console import progress, results, say
@@ -330,11 +331,14 @@ def _real(
 
 
 def _verdict(served: list[ServingResult]) -> None:
-    """End with exit code 1 if a request failed, 3 if a run was invalid. Raises typer.Exit."""
+    """End with exit code 1 if a request failed or nothing reached a tier, 3 if a run was invalid. Raises typer.Exit."""
     failed = [result for result in served if result.failures]
     for result in failed:
         say(f"FAILED: {result.policy}: {len(result.failures)} of {len(result.requests)} requests were not served")
-    if failed:
+    empty = [f"{result.policy}: {each}" for result in served for each in unreached(result.tiers)]
+    for each in empty:
+        say(f"FAILED: {each}")
+    if failed or empty:
         raise typer.Exit(FAILED)
     invalid = [result for result in served if result.invalid]
     for result in invalid:

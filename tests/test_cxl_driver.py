@@ -72,7 +72,7 @@ def both(platform: Platform) -> tuple[Device, Device]:
 # -- memory that the cores reach in place ----------------------------------------------------------------------------
 
 
-def test_every_kernel_runs_on_it_in_place_with_the_bits_of_the_kernels_package(file_pair: Platform) -> None:
+def test_every_kernel_runs_on_it_in_place_with_the_bits_of_the_kernels_package(file_pair: Platform) -> None:  # D1
     cpu, memory = both(file_pair)
     for kernel, launch in every_kernel("float32").items():
         results = carry_out(file_pair.site.clock, cpu, launch, memory)
@@ -133,7 +133,7 @@ def test_a_closed_memory_is_gone_and_its_views_stay_harmless(site: Site, tmp_pat
 # -- a file --------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_never_called_cxl_memory(file_pair: Platform) -> None:
+def test_a_file_is_never_called_cxl_memory(file_pair: Platform) -> None:  # D2: a file
     info = file_pair.device("cxl0").info
     assert (info.kind, info.provenance, info.model) == ("cxl", "real", "a file in place of CXL memory")
     assert info.notes["mode"] == "file"
@@ -262,7 +262,7 @@ def test_lines_that_are_written_back_keep_their_bytes(instruction: str | None) -
 # -- a devdax --------------------------------------------------------------------------------------------------------
 
 
-def test_a_devdax_says_what_it_rests_on(site: Site) -> None:
+def test_a_devdax_says_what_it_rests_on(site: Site) -> None:  # D2: a dax device
     kernel, _ = devdax()
     memory = open_cxl("cxl0", site, {"path": "/dev/dax0.0"}, kernel)
     info = memory.info
@@ -314,7 +314,7 @@ def test_a_persistent_devdax_keeps_its_bytes_and_flushes_lines(site: Site) -> No
     again.close()
 
 
-def test_a_devdax_has_one_owner(site: Site) -> None:
+def test_a_devdax_has_one_owner(site: Site) -> None:  # B18
     kernel, _ = devdax()
     first = open_cxl("cxl0", site, {"path": "/dev/dax0.0"}, kernel)
     with pytest.raises(Busy, match=r"/dev/dax0\.0 belongs to another owner"):
@@ -430,7 +430,7 @@ def test_a_serial_without_memory_says_why(site: Site, name: str, serial: int, me
 # -- a node ----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_really_lie_on_the_node_and_that_is_reported(site: Site) -> None:
+def test_pages_really_lie_on_the_node_and_that_is_reported(site: Site) -> None:  # C4
     node = a_node_of_this_machine()
     memory = open_cxl("cxl0", site, {"node": node, "capacity": 4 * MIB})
     region = memory.alloc(MIB)
@@ -463,7 +463,7 @@ def system_ram(pages: int = 64, populates: bool = True) -> tuple[ModelKernel, Nu
     return kernel, memory
 
 
-def test_a_node_that_cxl_memory_became_says_what_it_rests_on(site: Site) -> None:
+def test_a_node_that_cxl_memory_became_says_what_it_rests_on(site: Site) -> None:  # D2: a node
     kernel, _ = system_ram()
     memory = open_cxl("cxl0", site, {"node": 4, "capacity": MIB}, kernel)
     info = memory.info

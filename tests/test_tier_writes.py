@@ -31,7 +31,7 @@ def compared(*policies: PolicyRequest) -> Comparison:
     return compare(MODEL, tiny_workload(300), lambda _: open_platform(SMALL), policies, num_tokens=3, oracle=False)
 
 
-def test_every_policy_writes_to_every_memory_that_it_places_blocks_on() -> None:  # B13
+def test_every_policy_writes_to_every_memory_that_it_places_blocks_on() -> None:  # B13, C12
     policies = [PolicyRequest(found.name) for found in discover("policies")]
     for result in compared(*policies).policies:
         assert result.refused is None, result.refused

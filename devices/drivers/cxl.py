@@ -78,6 +78,9 @@ def open_cxl(name: str, site: Site, options: dict[str, Any], system: System = HO
         return device
 
 
+open_cxl.takes_folder = True  # type: ignore[attr-defined]  # for the registry
+
+
 class CxlDevice:
     """Opened memory behind CXL; made by `open_cxl`. `rates` are the latencies and rates that it is said to have."""
 

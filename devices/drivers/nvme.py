@@ -107,6 +107,9 @@ def open_nvme(name: str, site: Site, options: dict[str, Any], system: System = H
         return device
 
 
+open_nvme.takes_folder = True  # type: ignore[attr-defined]  # for the registry
+
+
 class NvmeDevice:
     """An opened medium as a device; made by `open_nvme`."""
 

@@ -1,7 +1,7 @@
 """Memories that outlive a process: what a device offers beside its seven members so that regions can be found again.
 
-A driver of a persistent memory may have these two; whoever needs them asks `keeper` for the device that has them, past
-any wrappers. Nothing on the medium says which regions there were: that is for whoever allocated them to write down.
+A driver of a persistent memory may have these three; whoever needs them asks `keeper` for the device that has them,
+past any wrappers. Nothing on the medium says which regions there were: whoever allocated them writes that down.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ class Keeper(Protocol):
 
     def offset_of(self, region: Region) -> int:
         """Where a region lies on the medium, in bytes: what `adopt` takes. Raises OutOfRange."""
+
+    def disown(self, region: Region) -> None:
+        """Let go of a region that was adopted, and leave its bytes on the medium as they are, unlike `free`.
+
+        Raises OutOfRange, Busy (a command still names it), Gone.
+        """
 
 
 def keeper(device: Device) -> Keeper | None:

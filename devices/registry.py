@@ -3,7 +3,9 @@
 Groups: `tierloop.devices`, factories `(name, site, options) -> Device`; `tierloop.platforms`, packages whose folder
 holds platform files (*.toml); `tierloop.policies`, classes. A factory is given the options of its table in the file, as
 they stand there, and `reaches`, if the file has routes for it, as {full name of the memory: hops}; one that makes
-emulated devices is given `folder` as well, where relative paths begin. What must hold:
+emulated devices, or has the attribute `takes_folder`, is given `folder` as well, where relative paths begin.
+
+What must hold:
 
 - Discovered is not enabled: a driver is opened only when a platform file names it, and nothing is tried instead.
 - Two distributions that offer one name are an error that names both; a module that is missing is an error that says
@@ -230,7 +232,7 @@ def _make(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict
     options = dict(device.options)
     if device.reaches:
         options["reaches"] = {names[target]: route for target, route in device.reaches.items()}
-    if _is_emulated(factory):
+    if _is_emulated(factory) or getattr(factory, "takes_folder", False):
         options["folder"] = str(file.folder)
     made: Device = _blamed(file, device.name, lambda: factory(names[device.name], site, options))
     return made

@@ -181,14 +181,13 @@ class EmulatedDevice:
             raise OutOfRange(self._name, "offset_of", "the device has no memory")
         return self._store.offset_of(region)
 
+    def disown(self, region: Region) -> None:
+        """Let go of an adopted region; its bytes stay in the file as they are. Raises OutOfRange, Busy, Gone."""
+        self._unused(region, "disown").disown(region)
+
     def free(self, region: Region) -> None:
         """Give the bytes back. Raises OutOfRange, Busy, Gone."""
-        self._alive("free")
-        if self._store is None or region.memory != self._name:
-            raise OutOfRange(self._name, "free", f"{region} is not a region of this device")
-        if any(uses(region) for uses in self._fabric.users):
-            raise Busy(self._name, "free", f"{region} is named by a command that has not ended")
-        address = self._store.free(region)
+        address = self._unused(region, "free").free(region)
         if self.firmware is not None:
             self.firmware.trim(address, region.nbytes)
 
@@ -320,6 +319,15 @@ class EmulatedDevice:
     def _alive(self, op: str) -> None:
         if self._closed:
             raise Gone(self._name, op, "the device is closed")
+
+    def _unused(self, region: Region, op: str) -> Store:
+        """The store of a region that no command names. Raises OutOfRange, Busy, Gone."""
+        self._alive(op)
+        if self._store is None or region.memory != self._name:
+            raise OutOfRange(self._name, op, f"{region} is not a region of this device")
+        if any(uses(region) for uses in self._fabric.users):
+            raise Busy(self._name, op, f"{region} is named by a command that has not ended")
+        return self._store
 
     # -- what it is ---------------------------------------------------------------------------------------------
 

@@ -137,6 +137,12 @@ class Store:
                 raise from_os(self.name, "free", error, f"{region}") from error
         return address
 
+    def disown(self, region: Region) -> None:
+        """Let go of an adopted region; what it named stays in the kept file. Raises OutOfRange."""
+        if region not in self._mine:
+            raise OutOfRange(self.name, "disown", f"{region} is not a region of this device, or is freed")
+        self._drop(region)
+
     def _drop(self, region: Region) -> int:
         address = self._mine.pop(region)
         self._placed.pop(region, None)

@@ -104,6 +104,8 @@ class Pool:
             ) from error
         self.taken = 0
         """Slots in use."""
+        self.handed_out = 0
+        """Slots that were ever taken."""
         self._held = np.zeros(num_slots, dtype=bool)
         self._fresh = 0
         """Slots from here on have not been taken since the pool was empty; those that came back are all below."""
@@ -126,6 +128,7 @@ class Pool:
         self._fresh += count - used
         self._held[slots] = True
         self.taken += count
+        self.handed_out += count
         return slots * self.slot_nbytes
 
     def give(self, offsets: Int64) -> None:

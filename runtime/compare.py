@@ -30,6 +30,7 @@ from tierloop.runtime.policy import Policy, Request, make
 from tierloop.runtime.prefill import Dense, end_tokens, generate_dense, text_of
 from tierloop.runtime.results import Comparison, PolicyResult
 from tierloop.runtime.selection import Origin, RecordedSelection, SelectionRecord
+from tierloop.runtime.tier_writes import TierWrites, left_empty
 from tierloop.runtime.trace import TraceRecorder
 from tierloop.runtime.workloads import Workload
 
@@ -185,8 +186,8 @@ class _Run:
         platform.site.observers.append(self._policy.observe)
         self._recorder = Recorder(shape, modules.scale) if oracle else None
         self._decoder = Decoder(modules, self._engine, self._policy, recorder=self._recorder)
-        self._ledger = Ledger(platform)
-        platform.site.observers.append(self._ledger)
+        self._ledger, self._writes = Ledger(platform), TierWrites()
+        platform.site.observers += [self._ledger, self._writes]
 
     def decode(self, dense: Dense, num_tokens: int, report: Progress) -> PolicyResult:
         """Place the prompt and decode; afterwards everything that was taken on the platform is given back."""
@@ -218,6 +219,7 @@ class _Run:
         elapsed_ns = self._ledger.elapsed_ns
         placements = Placements.of(self._platform.site)
         placements.again()
+        tiers = self._writes.use(self._engine.blocks_placed)
         loop.run(self._policy.release(request))
         self._engine.close()
         tokens = tuple(request.tokens[request.prompt_tokens :])
@@ -248,10 +250,15 @@ class _Run:
             details=self._policy.report(),
             stages={stage: -(-ns // sigma) for stage, ns in sorted(self._engine.stages.ns.items())},
             elapsed_ns=elapsed_ns,
+            tiers=tiers,
             placement=placement,
             nodes=placements.report(),
             guesses=tuple(self._platform.guesses),
-            notes=(*self._platform.notes, *self._notes(steps, tokens, placements)),
+            notes=(
+                *self._platform.notes,
+                *self._notes(steps, tokens, placements),
+                *left_empty(tiers, self._policy.tiers()),
+            ),
             lateness={
                 f"{device} queue {queue}": tuple(counts) for (device, queue), counts in sorted(site.lateness.items())
             },

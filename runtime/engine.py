@@ -7,6 +7,7 @@ own device first, then copy engines, then cores, then the order of the platform 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class Engine:
         self._movers: dict[tuple[str, str], Lane | None] = {}
         self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
         self._pools: list[Pool] = []
+        self._placed_before: Counter[str] = Counter()
+        """Blocks of pools that are gone."""
         self._claims: list[Region] = []
         self._limits: dict[str, int] = {}
         self._relays: dict[tuple[str, int, str, int], _Relay] = {}
@@ -158,7 +161,16 @@ class Engine:
     def drop_pool(self, pool: Pool) -> None:
         """Give a pool back before the engine closes."""
         self._pools.remove(pool)
+        self._placed_before[pool.memory] += pool.handed_out
         pool.close()
+
+    @property
+    def blocks_placed(self) -> dict[str, int]:
+        """Blocks that room was taken for so far, by each memory that any pool was cut out of."""
+        placed = self._placed_before.copy()
+        for pool in self._pools:
+            placed[pool.memory] += pool.handed_out
+        return dict(placed)
 
     def scratch(self, memory: str, nbytes: int) -> Region:
         """Working space on a memory, freed with the engine."""

@@ -38,6 +38,9 @@ class Placed(Policy):
         self.shares = dict(shares)
         self.tail = tail
 
+    def tiers(self) -> list[str]:
+        return [memory for memory, weight in self.shares.items() if weight]
+
     def homes(self, request: Request) -> list[str]:
         """The memory of each block that the request will ever have, by block number."""
         sealed = request.prompt_tokens // self.shape.block_tokens

@@ -257,6 +257,10 @@ class Policy:
         """Bytes of the request's rows by memory, each copy of them counted."""
         return request.blocks.nbytes_by_memory()
 
+    def tiers(self) -> list[str]:
+        """Memories that the policy was told to keep rows on; a result says so where none has come there."""
+        return []
+
     def observe(self, completion: Completion) -> None:
         """A command of the platform has ended."""
 

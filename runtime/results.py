@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tierloop.runtime.tier_writes import TierUse, unreached
+
 
 @dataclass(frozen=True)
 class DeviceUse:
@@ -80,6 +82,8 @@ class PolicyResult:
     """Busy ns of the decode by stage, scaled back: sums of commands, so stages that overlap count both."""
     details: dict[str, Any] = field(default_factory=dict)
     """What the policy itself reports (`Policy.report`)."""
+    tiers: dict[str, TierUse] = field(default_factory=dict)
+    """Blocks placed on each memory, and what was written to it, the placing of the prompt included."""
     placement: dict[str, int] = field(default_factory=dict)
     """Bytes of the KV cache on each memory at the end of prefill."""
     nodes: dict[str, Any] = field(default_factory=dict)
@@ -124,11 +128,14 @@ class Comparison:
 
     @property
     def failures(self) -> list[str]:
-        """Checks that failed: an exact policy whose tokens differ (from float32 rows), or an error beyond its bound."""
+        """Checks that failed: an exact policy whose tokens differ (from float32 rows), an error beyond its bound, or
+        a memory that has blocks and was never written to.
+        """
         failed = []
         for result in self.policies:
             if result.refused is not None:
                 continue
+            failed += [f"{result.policy}: {each}" for each in unreached(result.tiers)]
             if self.differs(result):
                 failed.append(f"{result.policy}: the tokens differ from dense")
             if not result.max_error <= result.error_bound:  # also where either is NaN

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.results import DeviceUse, LinkUse
 from tierloop.runtime.spread import Spread, spread, spread_over_time
+from tierloop.runtime.tier_writes import TierUse
 
 Int64 = NDArray[np.int64]
 
@@ -145,6 +146,8 @@ class ServingResult:
     dilation: int = 1
     devices: dict[str, DeviceUse] = field(default_factory=dict)
     links: dict[str, LinkUse] = field(default_factory=dict)
+    tiers: dict[str, TierUse] = field(default_factory=dict)
+    """Blocks placed on each memory, and what was written to it."""
     details: dict[str, Any] = field(default_factory=dict)
     """What the policy itself reports (`Policy.report`)."""
     notes: tuple[str, ...] = ()
@@ -258,6 +261,7 @@ class ServingResult:
             "least_free_nbytes": self.least_free_nbytes,
             "devices": {name: asdict(use) for name, use in self.devices.items()},
             "links": {name: asdict(use) for name, use in self.links.items()},
+            "tiers": {name: asdict(use) for name, use in self.tiers.items()},
             "details": self.details,
             "notes": list(self.notes),
             "guesses": list(self.guesses),

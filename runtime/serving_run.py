@@ -41,6 +41,7 @@ from tierloop.runtime.prefill_workers import PrefillWorkers
 from tierloop.runtime.served import ServingResult
 from tierloop.runtime.serving import PromptOf, Server, ServingRules
 from tierloop.runtime.stages import Stages
+from tierloop.runtime.tier_writes import TierWrites, left_empty
 
 Progress = Callable[[int, int], None]
 """progress(requests that are over, all requests)."""
@@ -209,7 +210,7 @@ class _Run:
             raise
         finally:
             observers[:] = [each for each in observers if each in before]
-        return replace(result, wall_s=watch.now() / 1e9, notes=tuple(self.platform.notes))
+        return replace(result, wall_s=watch.now() / 1e9, notes=(*self.platform.notes, *result.notes))
 
     def _workers(self) -> PrefillWorkers | None:
         count = self.how.rules.prefill_workers
@@ -246,8 +247,8 @@ class _Run:
             progress or (lambda *_: None),
             self._workers(),
         )
-        ledger = Ledger(platform)
-        observers.append(ledger)
+        ledger, writes = Ledger(platform), TierWrites()
+        observers += [ledger, writes]
         gc.collect()
         gc.freeze()  # or the collector walks the whole model in the middle of a step
         try:
@@ -255,6 +256,7 @@ class _Run:
         finally:
             gc.unfreeze()
         devices, links = ledger.snapshot()
+        tiers = writes.use(self.engine.blocks_placed)
         if observer is not None:
             observer(policy)
         return ServingResult(
@@ -268,6 +270,8 @@ class _Run:
             dilation=platform.dilation,
             devices=devices,
             links=links,
+            tiers=tiers,
+            notes=tuple(left_empty(tiers, policy.tiers())),
             details=policy.report(),
             guesses=tuple(platform.guesses),
             invalid=tuple(platform.site.invalid),

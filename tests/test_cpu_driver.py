@@ -147,7 +147,7 @@ def test_capacity_counts_whole_pages(site: Site) -> None:
     device.close()
 
 
-def test_what_the_system_cannot_map_is_out_of_memory(site: Site) -> None:
+def test_what_the_system_cannot_map_is_out_of_memory(site: Site) -> None:  # C10
     device = open_cpu("dram", site, {"capacity": 1 << 60})
     with pytest.raises(OutOfMemory) as caught:
         device.alloc(1 << 59)
@@ -369,7 +369,7 @@ def test_without_control_groups_the_machine_decides(tmp_path: Path) -> None:
     assert available_nbytes(tree(tmp_path, {"proc/meminfo": MEMINFO})) == 4000 * 1024
 
 
-def test_the_tightest_group_on_the_way_up_decides(tmp_path: Path) -> None:
+def test_the_tightest_group_on_the_way_up_decides(tmp_path: Path) -> None:  # B15
     files = {
         "proc/meminfo": MEMINFO,
         "proc/self/cgroup": "0::/pod/job",

@@ -181,7 +181,9 @@ def test_a_node_that_is_full_is_out_of_memory_and_nothing_is_kept(site: Site) ->
     device.close()
 
 
-def test_bind_asks_for_room_before_it_touches_anything(site: Site, two: Machine) -> None:
+def test_bind_asks_for_room_before_it_touches_anything(
+    site: Site, two: Machine
+) -> None:  # B10: whoever else has taken some
     device = open_cpu("cxl", site, {**SMALL, "node": 4}, two.kernel)
     two.kernel.tree.put("/sys/devices/system/node/node4/meminfo", "Node 4 MemTotal: 16777216 kB\nNode 4 MemFree: 8 kB")
     before = two.kernel.calls.count("syscall")
@@ -226,7 +228,7 @@ def test_interleaving_that_overflows_is_out_of_memory_with_the_counts(site: Site
 
 def test_a_kernel_that_breaks_its_promise_is_found_out(
     site: Site, two: Machine, cxl: Cpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> None:  # C1
     monkeypatch.setattr(two.memory, "_choose", lambda page, home: 1)
     with pytest.raises(ProtocolError, match=r"placement = 'bind' on nodes 2: .* lie 2 on node 1"):
         cxl.alloc(2 * PAGE)
@@ -293,7 +295,7 @@ def test_an_error_keeps_no_memory(site: Site) -> None:
 
 
 @pytest.mark.parametrize("placement", ["bind", "interleave"])
-def test_a_promise_that_the_process_may_not_make_is_refused_at_open(site: Site, placement: str) -> None:
+def test_a_promise_that_the_process_may_not_make_is_refused_at_open(site: Site, placement: str) -> None:  # C3
     container = machine("restricted-cpuset")
     container.memory.forbid("mbind")
     with pytest.raises(NoPermission, match=r"dram: bind: .*CAP_SYS_NICE"):

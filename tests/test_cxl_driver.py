@@ -29,7 +29,7 @@ file_pair = pair_with_file
 # -- memory that the cores reach in place ----------------------------------------------------------------------------
 
 
-def test_every_kernel_runs_on_it_in_place_with_the_bits_of_the_kernels_package(file_pair: Platform) -> None:
+def test_every_kernel_runs_on_it_in_place_with_the_bits_of_the_kernels_package(file_pair: Platform) -> None:  # D1
     cpu, memory = both(file_pair)
     for kernel, launch in every_kernel("float32").items():
         results = carry_out(file_pair.site.clock, cpu, launch, memory)

@@ -38,7 +38,7 @@ site = a_site
 # -- a devdax --------------------------------------------------------------------------------------------------------
 
 
-def test_a_devdax_says_what_it_rests_on(site: Site) -> None:
+def test_a_devdax_says_what_it_rests_on(site: Site) -> None:  # D2: a dax device
     kernel, _ = devdax()
     memory = open_cxl("cxl0", site, {"path": "/dev/dax0.0"}, kernel)
     info = memory.info
@@ -90,7 +90,7 @@ def test_a_persistent_devdax_keeps_its_bytes_and_flushes_lines(site: Site) -> No
     again.close()
 
 
-def test_a_devdax_has_one_owner(site: Site) -> None:
+def test_a_devdax_has_one_owner(site: Site) -> None:  # B18
     kernel, _ = devdax()
     first = open_cxl("cxl0", site, {"path": "/dev/dax0.0"}, kernel)
     with pytest.raises(Busy, match=r"/dev/dax0\.0 belongs to another owner"):

@@ -24,7 +24,7 @@ site = a_site
 file_pair = pair_with_file
 
 
-def test_a_file_is_never_called_cxl_memory(file_pair: Platform) -> None:
+def test_a_file_is_never_called_cxl_memory(file_pair: Platform) -> None:  # D2: a file
     info = file_pair.device("cxl0").info
     assert (info.kind, info.provenance, info.model) == ("cxl", "real", "a file in place of CXL memory")
     assert info.notes["mode"] == "file"

@@ -20,7 +20,7 @@ from tierloop.emulators.kernel_numa import Memory, NumaMemory
 site = a_site
 
 
-def test_pages_really_lie_on_the_node_and_that_is_reported(site: Site) -> None:
+def test_pages_really_lie_on_the_node_and_that_is_reported(site: Site) -> None:  # C4
     node = a_node_of_this_machine()
     memory = open_cxl("cxl0", site, {"node": node, "capacity": 4 * MIB})
     region = memory.alloc(MIB)
@@ -53,7 +53,7 @@ def system_ram(pages: int = 64, populates: bool = True) -> tuple[ModelKernel, Nu
     return kernel, memory
 
 
-def test_a_node_that_cxl_memory_became_says_what_it_rests_on(site: Site) -> None:
+def test_a_node_that_cxl_memory_became_says_what_it_rests_on(site: Site) -> None:  # D2: a node
     kernel, _ = system_ram()
     memory = open_cxl("cxl0", site, {"node": 4, "capacity": MIB}, kernel)
     info = memory.info

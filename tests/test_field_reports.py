@@ -1,14 +1,23 @@
 """What users of comparable software hit with drives, host memory, CXL memory and registration, and what happens here.
 
-Most of these have tests beside the driver that they concern; here are those that hold for several kinds of devices.
+Most of these have tests beside the driver that they concern; here are those that hold for several kinds of devices, and
+a check that the page of docs/ names every report, and that every one of them is named by a test or left out for a
+reason. A number beside the name of a test says which report it shows.
 """
 
 from __future__ import annotations
 
+import ast
 import gc
+import io
+import re
+import subprocess
+import sys
+import tokenize
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,10 +35,21 @@ from tierloop.devices.faulty_host import FaultyHost, of
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.emulators.modelled import KINDS, open_modelled
+from tierloop.firmware_models.nvme_engine import MediaOperation
 
 Bytes = NDArray[np.uint8]
 NBYTES = 8 * PAGE
 FAR_NS = 60_000_000_000
+TESTS = Path(__file__).resolve().parent
+PAGE_OF_REPORTS = TESTS.parent / "docs" / "real_hardware.md"
+REPORTS = {
+    *("B1", "B3", "B4", "B6", "B7", "B9", "B10", "B12", "B13", "B15", "B16", "B18"),
+    *("C1", "C3", "C4", "C6", "C7", "C9", "C10", "C12", "C13"),
+    *("D1", "D2", "D4", "D5"),
+    *("E1", "E2", "E4", "E5", "E7", "E8"),
+}
+"""Of drives and files (B), host memory (C), CXL and near memory (D), registration and remote memory (E)."""
+REPORT = re.compile(r"\b[B-E]\d+\b")
 
 
 class Bench:
@@ -123,6 +143,29 @@ def test_a_command_that_has_ended_keeps_no_buffer_alive(bench: Bench) -> None:  
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
+def test_hundreds_of_commands_leave_no_objects_behind(bench: Bench) -> None:  # C9
+    region, into = bench.device.alloc(PAGE), np.zeros(PAGE, dtype=np.uint8)
+
+    def read(times: int) -> int:
+        for _ in range(times):
+            assert bench.error_of(bench.submit(Read(region.all(), into))) is None
+        gc.collect()
+        return sum(type(each) is not MediaOperation for each in gc.get_objects())  # a model remembers the latest
+
+    before = read(100)
+    assert read(500) < before + 50
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_no_tier_is_without_a_limit(kind: str, bench: Bench) -> None:  # B7, B9
+    memory = bench.device.info.memories[0]
+    assert 0 < memory.capacity < 1 << 40
+    with pytest.raises(OutOfMemory, match=f"{kind}0: alloc: {memory.capacity + memory.alignment} bytes"):
+        bench.device.alloc(memory.capacity + memory.alignment)
+    bench.device.free(bench.device.alloc(memory.capacity // memory.alignment * memory.alignment))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_region_is_given_back_once_and_its_room_is_given_out_once(kind: str, bench: Bench) -> None:  # C13, D4
     device, memory = bench.device, bench.device.info.memories[0]
     half = memory.capacity // 2 // memory.alignment * memory.alignment
@@ -179,3 +222,57 @@ def test_every_error_of_a_lost_device_names_it_and_what_was_asked(kind: str, ben
         assert f"{kind}0" in str(error)
         assert error.op == verb(command)
         assert len(error.detail) > 10, "nothing is said but that it failed"
+
+
+WITHOUT_ROOT = """
+import os
+from tierloop.devices.clocks import WallClock
+from tierloop.devices.self_test import self_test
+from tierloop.devices.site import Site
+from tierloop.emulators.modelled import open_modelled
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+with open_modelled(["cxl", "nvme"], Site(clock=WallClock())) as platform:
+    found = self_test(platform)
+    assert platform.provenance == "emulated"
+    assert all(tested.good for tested in found), found
+print(os.getuid(), sorted({tested.memory for tested in found}))
+"""
+
+
+def test_hardware_that_nobody_has_is_tried_without_root_and_without_a_module_of_the_kernel() -> None:  # D5
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ROOT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    user, memories = done.stdout.split(maxsplit=1)
+    assert user != "0"
+    assert memories.strip() == "['cpu0', 'cxl0', 'nvme0']"
+
+
+def reports() -> dict[str, str]:
+    """What the page says is done here about each report, by its number."""
+    rows = [line.strip().strip("|").split("|") for line in PAGE_OF_REPORTS.read_text().splitlines()]
+    return {row[0].strip(): row[-1].strip() for row in rows if len(row) == 3 and REPORT.fullmatch(row[0].strip())}
+
+
+def shown(path: Path) -> set[str]:
+    """Numbers in comments beside the names of a file's tests."""
+    source = path.read_text()
+    if not REPORT.search(source):
+        return set()
+    tests = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    lines = {
+        line for node in tests if node.name.startswith("test_") for line in range(node.lineno, node.body[0].lineno)
+    }
+    comments = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT]
+    return {number for t in comments if t.start[0] in lines for number in REPORT.findall(t.string)}
+
+
+def test_every_report_is_shown_by_a_test_or_left_out_for_a_reason() -> None:
+    said = reports()
+    left_out = {number for number, text in said.items() if text.startswith("left out: ")}
+    named = set().union(*(shown(path) for path in TESTS.glob("test_*.py")))
+    assert said.keys() == REPORTS
+    assert named == said.keys() - left_out
+    assert all(len(said[number]) > 40 for number in left_out), "a reason is a sentence"

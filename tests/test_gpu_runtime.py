@@ -36,7 +36,7 @@ def test_without_a_compiler_at_run_time_it_offers_no_chase_and_says_why() -> Non
     device.close()
 
 
-def test_host_memory_is_registered_in_pieces_that_are_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_registered_in_pieces_that_are_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:  # C7
     monkeypatch.setattr(gpu_runtime, "LARGEST_REGISTRATION", 4096)
     fake = FakeTorch()
     accelerator, memory = CudaAccelerator("cuda:0", fake), np.zeros(10_000, dtype=np.uint8)
@@ -49,18 +49,31 @@ def test_host_memory_is_registered_in_pieces_that_are_not_too_large(monkeypatch:
 
 def test_a_registration_that_fails_half_way_is_undone_and_leaves_no_error_behind(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # C7, E1
     monkeypatch.setattr(gpu_runtime, "LARGEST_REGISTRATION", 4096)
     fake = FakeTorch()
     accelerator = CudaAccelerator("cuda:0", fake)
     runtime = fake.cuda.cudart()
     runtime.refuse_from = 1
     with pytest.raises(
-        RuntimeError, match=r"4096 bytes at 0x\w+, after 4096 of 10000 bytes, answered 2 \(out of memory"
+        RuntimeError, match=r"4096 bytes at 0x\w+, after 4096 of 10000 bytes, answered 2 \(out of memory\) on cuda:0 "
     ):
         accelerator.register(np.zeros(10_000, dtype=np.uint8))
     assert not runtime.pinned
     assert not runtime.last_error, "the next launch would trip over it"
+
+
+def test_memory_that_two_gpus_have_registered_stays_so_until_both_let_go() -> None:  # E7: counted registrations
+    fake, memory = FakeTorch(), np.zeros(4096, dtype=np.uint8)
+    first, second = CudaAccelerator("cuda:0", fake), CudaAccelerator("cuda:0", fake)
+    runtime = fake.cuda.cudart()
+    first.register(memory)
+    second.register(memory)
+    assert (len(runtime.pinned), runtime.last_error) == (1, 0)
+    first.unregister(memory)
+    assert len(runtime.pinned) == 1, "the other one copies from it"
+    second.unregister(memory)
+    assert not runtime.pinned
 
 
 def test_errors_of_torch_are_told_apart() -> None:

@@ -64,7 +64,7 @@ def test_a_machine_without_a_node_that_may_be_used_is_refused() -> None:
 
 def test_a_run_says_on_which_nodes_its_pages_lay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
-) -> None:
+) -> None:  # C12
     node = a_node_of_this_machine()
     path = tmp_path / "here.toml"
     path.write_text(

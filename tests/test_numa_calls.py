@@ -117,7 +117,7 @@ def test_a_process_that_may_bind_is_told_so_and_nothing_has_changed(system: Syst
     del memory
 
 
-def test_the_probe_asks_the_call_that_binds_and_not_the_one_that_asks() -> None:
+def test_the_probe_asks_the_call_that_binds_and_not_the_one_that_asks() -> None:  # C3
     container = machine("restricted-cpuset")
     container.memory.forbid("get_mempolicy")
     assert numa.refusal(container.kernel) == ""

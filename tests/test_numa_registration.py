@@ -70,7 +70,9 @@ def machine() -> Iterator[Machine]:
     made.card.close()
 
 
-def test_a_buffer_on_a_movable_card_is_reported_where_the_registration_of_a_drive_put_it(machine: Machine) -> None:
+def test_a_buffer_on_a_movable_card_is_reported_where_the_registration_of_a_drive_put_it(
+    machine: Machine,
+) -> None:  # C4
     drive, host = machine.drive(), machine.card.alloc(NBYTES)
     assert (machine.nodes_of(host), machine.moved()) == ({CARD}, [])
     wait(machine.site.clock, drive.submit(Copy(host.all(), drive.alloc(NBYTES).all())))

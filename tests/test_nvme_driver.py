@@ -92,7 +92,7 @@ def test_host_buffers_may_lie_anywhere(rig: Rig, skew: int) -> None:
     assert np.array_equal(buffer, kept)
 
 
-def test_a_buffer_off_the_grid_is_bounced_and_counted(fake: Rig) -> None:
+def test_a_buffer_off_the_grid_is_bounced_and_counted(fake: Rig) -> None:  # B6
     region = fake.device.alloc(64 * 1024)
     room = np.zeros(64 * 1024 + 8192, dtype=np.uint8)
     start = -room.__array_interface__["data"][0] % 4096
@@ -403,7 +403,7 @@ def test_what_the_engine_cannot_do_is_refused_beforehand(fake: Rig) -> None:
             device.alloc(nbytes)
 
 
-def test_a_capacity_is_a_limit_and_freed_bytes_are_found_again(rig: Rig) -> None:
+def test_a_capacity_is_a_limit_and_freed_bytes_are_found_again(rig: Rig) -> None:  # B7
     regions = [rig.device.alloc(1 * MIB) for _ in range(8)]
     with pytest.raises(OutOfMemory, match="0 of 8388608 are free in nvme0"):
         rig.device.alloc(4096)
@@ -416,7 +416,9 @@ def test_a_capacity_is_a_limit_and_freed_bytes_are_found_again(rig: Rig) -> None
 
 
 @pytest.mark.parametrize("zero_range", [True, False])
-def test_allocated_space_is_reserved_and_given_back(zero_range: bool) -> None:
+def test_allocated_space_is_reserved_and_given_back(
+    zero_range: bool,
+) -> None:  # B6: with or without the calls of fallocate
     rig = on_fake(FakeSystem(zero_range=zero_range))
     region = rig.device.alloc(1 * MIB)
     assert rig.fake.used_nbytes == 1 * MIB
@@ -435,7 +437,7 @@ def test_adopting_takes_only_what_is_free_and_inside(rig: Rig) -> None:
             rig.device.adopt(offset, nbytes)
 
 
-def test_a_second_owner_is_refused(rig: Rig) -> None:
+def test_a_second_owner_is_refused(rig: Rig) -> None:  # B10
     assert rig.device.info.kind == "nvme"
     with pytest.raises(Busy, match="another owner"):
         rig.open()
@@ -548,7 +550,7 @@ def test_a_device_opens_on_its_own_site_without_a_checker(tmp_path: Path) -> Non
     rig.close()
 
 
-def test_what_the_page_cache_may_have_served_is_counted_apart() -> None:
+def test_what_the_page_cache_may_have_served_is_counted_apart() -> None:  # B15
     rig = on_fake(FakeSystem(direct=False))
     region = rig.device.alloc(1 * MIB)
     rig.write(region.all(), bytes_of(1, 1 * MIB))

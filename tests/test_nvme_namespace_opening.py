@@ -65,7 +65,7 @@ def test_a_namespace_whose_block_device_was_claimed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
-def test_a_namespace_has_one_owner_whichever_node_it_comes_by(path: str) -> None:
+def test_a_namespace_has_one_owner_whichever_node_it_comes_by(path: str) -> None:  # B10
     rig = on_drive()
     rig.open()
     with pytest.raises(Busy, match="belongs to another owner"):

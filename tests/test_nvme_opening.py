@@ -69,7 +69,7 @@ def test_a_pipe_is_unsupported_and_not_waited_for(tmp_path: Path) -> None:
         Rig(str(tmp_path / "pipe"), {}).open()
 
 
-def test_a_missing_path_is_not_present_and_not_created(tmp_path: Path) -> None:
+def test_a_missing_path_is_not_present_and_not_created(tmp_path: Path) -> None:  # B18
     with pytest.raises(NotPresent, match="create = true"):
         Rig(str(tmp_path / "missing"), {"capacity": 1 * MIB}).open()
     with pytest.raises(NotPresent):
@@ -236,7 +236,7 @@ def test_a_block_device_does_not_grow(system: FakeSystem) -> None:
         Rig("/dev/nvme0n1", {"capacity": 2 * MIB, "create": True}, system).open()
 
 
-def test_a_file_to_create_needs_a_capacity(tmp_path: Path) -> None:
+def test_a_file_to_create_needs_a_capacity(tmp_path: Path) -> None:  # B9
     with pytest.raises(ConfigurationError, match="needs a capacity"):
         Rig(str(tmp_path / "medium"), {"create": True}).open()
 
@@ -336,7 +336,7 @@ def test_a_kernel_whose_waits_have_no_timeout_is_not_used() -> None:
     rig.close()
 
 
-def test_a_ring_that_cannot_read_this_file_is_not_used() -> None:
+def test_a_ring_that_cannot_read_this_file_is_not_used() -> None:  # B4: each way is tried with a real read
     system = FakeSystem()
     rig = on_fake(system)
     system.add("/medium", "file", bytes(8 * MIB))
@@ -374,7 +374,7 @@ def test_io_uring_that_was_demanded_is_not_replaced(system: FakeSystem, number: 
         (lambda: FakeSystem(grid=1 << 20), "no direct read from 512 to 65536 bytes works"),
     ],
 )
-def test_without_o_direct_the_page_cache_is_used_and_reported(made: Any, text: str) -> None:
+def test_without_o_direct_the_page_cache_is_used_and_reported(made: Any, text: str) -> None:  # B1
     rig = on_fake(made())
     notes = rig.device.info.notes
     assert (notes["io"], notes["direct"]) == ("io_uring", "false")
@@ -386,7 +386,7 @@ def test_without_o_direct_the_page_cache_is_used_and_reported(made: Any, text: s
     assert rig.fake.open_fds == 0
 
 
-def test_a_file_system_without_a_disk_beneath_is_noted() -> None:
+def test_a_file_system_without_a_disk_beneath_is_noted() -> None:  # B15
     system = FakeSystem()
     system.texts.clear()
     rig = on_fake(system)

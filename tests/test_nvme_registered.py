@@ -144,7 +144,7 @@ def test_the_bounce_buffer_stands_beside_regions(table: Table) -> None:
     assert table.buffers[known.of(region)] == (address(region), 16 * KIB)
 
 
-def test_a_refused_registration_is_no_error_and_says_what_would_help(table: Table) -> None:
+def test_a_refused_registration_is_no_error_and_says_what_would_help(table: Table) -> None:  # E1
     known = registrations(table)
     (region,) = regions(1)
     table.failures = [errno.ENOMEM]

@@ -60,12 +60,12 @@ def test_a_device_behind_a_mapped_file_computes(path: Path) -> None:
         again.close()
 
 
-def test_a_window_that_nobody_serves_is_gone(path: Path) -> None:
+def test_a_window_that_nobody_serves_is_gone(path: Path) -> None:  # B18
     with pytest.raises(Gone, match="no answer to open within 5 ms"):
         opened(path)
 
 
-def test_a_window_has_one_owner(path: Path) -> None:
+def test_a_window_has_one_owner(path: Path) -> None:  # B18
     with served(path, PARTS):
         first = open_pnm("pnm0", Site(clock=WallClock()), {"path": str(path)})
         with pytest.raises(Busy, match="belongs to another owner"):

@@ -81,7 +81,7 @@ def _ablate(system: str, asked: Asked, repeats: int, given: dict[str, object], m
     check_options(kind, given)
     switched = chosen_mechanisms(kind, mechanisms)
     asked.check()
-    asked.open().close()  # a wrong platform is known before the model is loaded
+    asked.try_out()  # a wrong platform is known before the model is loaded
     say(f"loading {asked.model}")
     model = load_model(asked.model, asked.cache)
     workloads = [

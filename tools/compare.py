@@ -31,6 +31,7 @@ def compare(
     kv_dtype: options.KvDtype = "float32",
     oracle: options.Oracle = True,
     cache: options.Cache = None,
+    self_test: options.SelfTest = True,
     trace: options.TraceFile = None,
     report: options.ReportFile = None,
     as_json: options.AsJson = False,
@@ -57,6 +58,7 @@ def compare(
         kv_dtype,
         oracle,
         cache,
+        self_test,
     )
     chosen = list(dict.fromkeys(policy)) if policy else [found.name for found in discover("policies")]
     given = options.policy_options(option, chosen)

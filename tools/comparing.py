@@ -12,6 +12,7 @@ import typer
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.kernels.contract import DTYPES
 from tierloop.devices.platform import Platform
+from tierloop.devices.self_test import start_up_test
 from tierloop.runtime.manifest import manifest
 from tierloop.runtime.results import Comparison
 from tierloop.runtime.trace import TraceRecorder
@@ -47,6 +48,7 @@ class Asked:
     kv_dtype: str = "float32"
     oracle: bool = True
     cache: Path | None = None
+    self_test: bool = True
 
     def check(self) -> None:
         """What can be seen to be wrong before anything slow begins. Raises ConfigurationError."""
@@ -68,6 +70,12 @@ class Asked:
             dilation=self.dilation,
             overrides={**self.overrides, **(changes or {})},
         )
+
+    def try_out(self) -> None:
+        """Open the platform, test what is real of it, and close it. Raises ConfigurationError or a DeviceError."""
+        with self.open() as platform:
+            if self.self_test:
+                tell_self_test(platform)
 
     def load(self) -> tuple[Model, Workload]:
         """The model and the prompt. Raises ModelError or WorkloadError."""
@@ -104,7 +112,7 @@ def compare_policies(
     asked.check()
     for policy in policies:
         check_options(find_policy(policy.name), policy.options)
-    asked.open().close()  # a wrong platform is known before the model is loaded
+    asked.try_out()  # a wrong platform is known before the model is loaded
     say(f"loading {asked.model}")
     model, workload = asked.load()
     opened: list[Platform] = []
@@ -127,6 +135,13 @@ def compare_policies(
             selections=selections,
         )
     return asked.described(comparison, opened[-1], policies)
+
+
+def tell_self_test(platform: Platform) -> None:
+    """Test the real tiers of a platform, and say on stderr what could not be tested. Raises a DeviceError."""
+    for tested in start_up_test(platform):
+        if tested.remark:
+            say(f"self-test: {tested.memory}: {tested.remark}")
 
 
 def prepare_files(*files: Path | None) -> None:

@@ -17,8 +17,10 @@ from tierloop.tools.output import OutputError, prepare_file, write_files
 from tierloop.tools.table import amount
 
 if TYPE_CHECKING:
+    from tierloop.devices.self_test import Tested
     from tierloop.tools.found import Found
 
+FAILED = 1
 WALL_PLATFORM = "demo-wall"
 
 
@@ -30,12 +32,19 @@ def doctor(
         Path | None,
         typer.Option("--write-platform", help="Write what was found as a platform file; it must not exist."),
     ] = None,
+    platform: Annotated[
+        str | None,
+        typer.Option(
+            "--platform", help="Open this platform and write and read one block through each tier, where nothing lies."
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave the measurements out.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Say what is here, real or emulated, why something is not usable, and what this machine's clock can promise.
 
-    Writes to no device. Exit codes: 0 good, 2 a path that was given cannot be used.
+    Writes to no device, but for --platform. Exit codes: 0 good, 1 a tier failed its test, 2 a path that was given
+    cannot be used.
     """
     from tierloop.devices.registry import list_platforms
     from tierloop.tools.inventory import inventory
@@ -56,6 +65,7 @@ def doctor(
             say("measuring this machine; close other programs for the best it can do")
         floor = None if quick else measure()
         dilation = None if quick else smallest_dilations()
+        tested = [] if platform is None else _tested(platform)
         shown.json(
             {
                 "devices": [device.to_json() for device in found],
@@ -65,6 +75,7 @@ def doctor(
                 ],
                 "timing_floor": floor.to_json() if floor is not None else {},
                 "dilation": dilation or {},
+                "self_test": [each.to_json() for each in tested],
             }
         )
         devices = [(d.name, d.kind, d.provenance, _mark(d.usable), _remarks(d)) for d in found]
@@ -73,13 +84,37 @@ def doctor(
         shown.show(_table("platforms", ("name", "clock", "usable", "about"), machines))
         if floor is not None and dilation is not None:
             _show_floor(shown, floor.to_json(), dilation)
+        if platform is not None:
+            shown.show(_table(f"self-test of {platform}", ("memory", "by", "tested", "remarks"), _rows(tested)))
     if write_platform is not None:
         gpus = [device.name for device in found if device.driver == "gpu" and device.usable]
         write_files({write_platform: platform_text(HOST, gpus)})
         say(f"{write_platform}: written; `tierloop run --platform {write_platform}` uses it")
+    failed = [each.error for each in tested if each.error is not None]
+    if failed:
+        for error in failed:
+            say(f"FAILED: {error}")
+        raise typer.Exit(FAILED)
     refused = [device for device in found if path and device.name in map(str, path) and not device.usable]
     if refused:
         raise ConfigurationError("; ".join(f"{device.name}: {'; '.join(device.reasons)}" for device in refused))
+
+
+def _tested(name: str) -> list[Tested]:
+    """The self-test of all tiers of a platform. Raises what opening it raises."""
+    from tierloop.devices.registry import open_platform
+    from tierloop.devices.self_test import self_test
+
+    say(f"testing the tiers of {name}")
+    with open_platform(name) as opened:
+        return self_test(opened)
+
+
+def _rows(tested: list[Tested]) -> list[tuple[str, ...]]:
+    return [
+        (each.memory, each.by, _mark(each.good), str(each.error) if each.error is not None else each.remark)
+        for each in tested
+    ]
 
 
 def smallest_dilations() -> dict[str, Any]:

@@ -39,6 +39,12 @@ Depth = Annotated[
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Chooses the needle and where the haystack starts.")]
 NewTokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens to decode.")]
 KvDtype = Annotated[str, typer.Option("--kv-dtype", help="float32, float16, bfloat16, int8 or fp8_e4m3.")]
+SelfTest = Annotated[
+    bool,
+    typer.Option(
+        "--self-test/--no-self-test", help="First write and read one block through each real tier, where nothing lies."
+    ),
+]
 Cache = Annotated[Path | None, typer.Option("--cache", help="Folder for converted models.")]
 Oracle = Annotated[
     bool, typer.Option("--oracle/--no-oracle", help="Check every attention output against a float64 oracle.")

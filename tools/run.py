@@ -34,6 +34,7 @@ def run(
     kv_dtype: options.KvDtype = "float32",
     oracle: options.Oracle = True,
     cache: options.Cache = None,
+    self_test: options.SelfTest = True,
     trace: options.TraceFile = None,
     report: options.ReportFile = None,
     record_selection: Annotated[
@@ -62,6 +63,7 @@ def run(
         kv_dtype,
         oracle,
         cache,
+        self_test,
     )
     wanted = PolicyRequest(policy, options.policy_options(option, [policy])[policy])
     prepare_files(trace, report, record_selection)

@@ -11,8 +11,9 @@ import typer
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.served import Limits, ServingResult
+from tierloop.runtime.tier_writes import unreached
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID, escaped, prepare_files
+from tierloop.tools.comparing import FAILED, INVALID, escaped, prepare_files, tell_self_test
 from tierloop.tools.console import progress, results, say
 from tierloop.tools.output import write_files
 from tierloop.tools.serving_table import serving_remarks, serving_tables
@@ -139,6 +140,7 @@ def serve_bench(
     overrides: options.Overrides = None,
     option: options.PolicyOptions = None,
     cache: options.Cache = None,
+    self_test: options.SelfTest = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Serve requests that arrive over time: continuous batching, under one or several policies.
@@ -195,6 +197,7 @@ def serve_bench(
         locality,
         seed,
         cache,
+        self_test,
     )
     asked.check(wanted)
     prepare_files(save_trace)
@@ -227,6 +230,7 @@ class _Asked:
     locality: str
     seed: int
     cache: Path | None
+    self_test: bool
 
     def check(self, policies: list[PolicyRequest]) -> None:
         """What can be seen to be wrong before anything slow begins. Raises ConfigurationError."""
@@ -238,7 +242,9 @@ class _Asked:
             check_options(kind, policy.options)
             if not kind.serves:
                 raise ConfigurationError(f"policy {kind.name} cannot serve: it takes no prompts in steps of tokens")
-        self.open().close()
+        with self.open() as platform:
+            if self.self_test:
+                tell_self_test(platform)
 
     def open(self) -> Platform:
         """A fresh platform. Raises ConfigurationError or a DeviceError."""
@@ -325,11 +331,14 @@ def _real(
 
 
 def _verdict(served: list[ServingResult]) -> None:
-    """End with exit code 1 if a request failed, 3 if a run was invalid. Raises typer.Exit."""
+    """End with exit code 1 if a request failed or nothing reached a tier, 3 if a run was invalid. Raises typer.Exit."""
     failed = [result for result in served if result.failures]
     for result in failed:
         say(f"FAILED: {result.policy}: {len(result.failures)} of {len(result.requests)} requests were not served")
-    if failed:
+    empty = [f"{result.policy}: {each}" for result in served for each in unreached(result.tiers)]
+    for each in empty:
+        say(f"FAILED: {each}")
+    if failed or empty:
         raise typer.Exit(FAILED)
     invalid = [result for result in served if result.invalid]
     for result in invalid:

@@ -78,6 +78,9 @@ def open_cxl(name: str, site: Site, options: dict[str, Any], system: System = HO
         return device
 
 
+open_cxl.takes_folder = True  # type: ignore[attr-defined]  # for the registry
+
+
 class CxlDevice:
     """Opened memory behind CXL; made by `open_cxl`. `rates` are the latencies and rates that it is said to have."""
 
@@ -154,6 +157,10 @@ class CxlDevice:
         if offset is None:
             raise OutOfRange(self._name, "offset_of", f"{region} is not allocated here")
         return offset
+
+    def disown(self, region: Region) -> None:
+        """Let go of an adopted region; freeing leaves the bytes of such a memory as they are, too. Raises as `free`."""
+        self.free(region)
 
     def free(self, region: Region) -> None:
         """Give a region's bytes back. Raises OutOfRange, Busy (a command of any device still names it), Gone."""

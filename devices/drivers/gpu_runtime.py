@@ -37,6 +37,8 @@ _PORTABLE = 1
 
 _CHASES: dict[tuple[Any, str], tuple[Any, str]] = {}
 """By torch and GPU: the kernel `chase`, or None and why there is none. It is compiled once in a process."""
+_REGISTERED: dict[tuple[Any, int, int], int] = {}
+"""By torch, address and size: how many GPUs have this host memory registered. The system takes it only once."""
 
 _CHASE = """
 extern "C" __global__ void chase(const long long* words, const long long* lines, int n, long long* result) {
@@ -98,7 +100,7 @@ class Accelerator(Protocol):
         """Page-lock host memory where it lies. Raises RuntimeError with the reason; the GPU works on."""
 
     def unregister(self, array: NDArray[np.uint8]) -> None:
-        """Undo `register`; what goes wrong is of no use to anybody."""
+        """Undo one `register`, the last of all GPUs for good; what goes wrong is of no use to anybody."""
 
     def reaches(self, other: Accelerator) -> bool:
         """Whether its copy engines reach the memory of the other one."""
@@ -200,6 +202,13 @@ class CudaAccelerator:
         self._chase(grid=(1, 1, 1), block=(1, 1, 1), args=(words, lines, len(lines), result))
 
     def register(self, array: NDArray[np.uint8]) -> None:
+        key = self._torch, array.ctypes.data, array.nbytes
+        if key not in _REGISTERED:
+            self._register(array)
+            _REGISTERED[key] = 0
+        _REGISTERED[key] += 1
+
+    def _register(self, array: NDArray[np.uint8]) -> None:
         cudart = self._cuda.cudart()
         address, done = array.ctypes.data, 0
         while done < array.nbytes:
@@ -212,12 +221,17 @@ class CudaAccelerator:
                     self._unregister(address, done)
                 raise RuntimeError(
                     f"cudaHostRegister of {nbytes} bytes at {address + done:#x}, after {done} of {array.nbytes} bytes, "
-                    f"answered {status} ({_status_name(cudart, status)}); RLIMIT_MEMLOCK is {_memlock_limit()}"
+                    f"answered {status} ({_status_name(cudart, status)}) on {self.name} with flags {_PORTABLE}; "
+                    f"RLIMIT_MEMLOCK is {_memlock_limit()}"
                 )
             done += nbytes
 
     def unregister(self, array: NDArray[np.uint8]) -> None:
-        self._unregister(array.ctypes.data, array.nbytes)
+        key = self._torch, array.ctypes.data, array.nbytes
+        _REGISTERED[key] -= 1
+        if not _REGISTERED[key]:
+            del _REGISTERED[key]
+            self._unregister(array.ctypes.data, array.nbytes)
 
     def reaches(self, other: Accelerator) -> bool:
         if not isinstance(other, CudaAccelerator):

@@ -107,6 +107,9 @@ def open_nvme(name: str, site: Site, options: dict[str, Any], system: System = H
         return device
 
 
+open_nvme.takes_folder = True  # type: ignore[attr-defined]  # for the registry
+
+
 class NvmeDevice:
     """An opened medium as a device; made by `open_nvme`."""
 
@@ -213,6 +216,12 @@ class NvmeDevice:
     def offset_of(self, region: Region) -> int:
         """Where a region lies on the medium, in bytes: what `adopt` takes. Raises OutOfRange."""
         return self._own(region, "offset_of")
+
+    def disown(self, region: Region) -> None:
+        """Let go of an adopted region; its bytes stay as they are. Raises OutOfRange, Busy, Gone."""
+        self._alive("disown")
+        self._arena.remove(region, self._queues.uses(region))
+        self._extents.give(self._offsets.pop(region), region.nbytes)
 
     def free(self, region: Region) -> None:
         """Give a region's bytes back, to the file system as well. Raises OutOfRange, Busy, Gone, MediaError."""

@@ -119,6 +119,9 @@ def open_pnm(
         return device
 
 
+open_pnm.takes_folder = True  # type: ignore[attr-defined]  # for the registry
+
+
 @dataclass(eq=False)
 class _Job:
     """A command under way: its steps, the regions whose lines it uses alone, and the request that it waits for."""

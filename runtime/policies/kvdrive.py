@@ -399,6 +399,9 @@ class KVDrive(Policy):
     def placement(self, request: Request) -> dict[str, int]:
         return held_by(request).placement()
 
+    def tiers(self) -> list[str]:
+        return [self._persistent] if self._persistent is not None and self._dram_share < 1 else []
+
     def report(self) -> dict[str, Any]:
         """For each request: where chosen entries were found, evictions, bytes read from the SSD, hit rate by step."""
         return {name: asdict(counts) for name, counts in self._stages.counts.items()}

@@ -35,7 +35,7 @@ class Medium:
 
     `why` lists what was wished for and is not so. `bus_address` and `numa_node` come from sysfs, None if not there;
     `in_flight` is how many requests the kernel keeps at a disk; `drive` is there where the kernel passes commands to an
-    NVMe drive on.
+    NVMe drive on; `read_only` says why the kernel takes no writes (empty: it does).
     """
 
     path: str
@@ -49,6 +49,7 @@ class Medium:
     numa_node: int | None = None
     drive: Drive | None = None
     in_flight: int | None = None
+    read_only: str = ""
     _zeroing: list[int] = field(default_factory=lambda: [ZERO_RANGE, PUNCH_HOLE])
 
     def zero(self, offset: int, nbytes: int) -> None:

@@ -57,18 +57,18 @@ class Drive:
         return memory[:nbytes]
 
 
-def condition(drive: Drive | None) -> tuple[list[str], str]:
+def condition(drive: Drive | None, read_only: str = "") -> tuple[list[str], str]:
     """What an owner should know of a drive before using it, and why it takes no writes (empty: it does).
 
-    A log that may not be read is one of the things to know, and no error.
+    `read_only` is what the kernel says of that. A log that may not be read is one of the things to know, and no error.
     """
     if drive is None:
-        return [], ""
-    locked = "the namespace is write protected" if drive.identity.write_protected else ""
+        return [read_only] * bool(read_only), read_only
+    locked = "the namespace is write protected" if drive.identity.write_protected else read_only
     try:
         health = drive.health()
     except (NoPermission, Unsupported, ProtocolError) as error:
         return [locked] * bool(locked) + [f"the drive's health is not known ({error.detail})"], locked
     warnings = [f"the drive warns: {warning}" for warning in health.warnings] + [locked] * bool(locked)
-    read_only = "the drive says that its media are read-only (critical warning); nothing can be written"
-    return warnings, read_only if health.read_only else locked
+    worn_out = "the drive says that its media are read-only (critical warning); nothing can be written"
+    return warnings, worn_out if health.read_only else locked

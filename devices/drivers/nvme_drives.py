@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierloop.devices.drivers.kernel_texts import names_in, number_in, text_in
-from tierloop.devices.system import System, resolved
+from tierloop.devices.system import FileStatus, System, resolved
 
 _GENERIC = re.compile(r"ng(\d+)n(\d+)")
+_ESCAPED = re.compile(r"\\([0-3][0-7]{2})")
+"""How /proc writes spaces in paths."""
 _FACTS = ("model", "serial", "firmware_rev", "state", "transport", "address")
 _STATES = {
     "resetting": "it is being reset; try again when it is live",
@@ -102,6 +104,39 @@ def in_use(system: System, folder: str) -> str:
     return ""
 
 
+def is_read_only(system: System, folder: str) -> str:
+    """Why the kernel takes no writes to the disk or partition that a folder of sysfs describes; empty if it does."""
+    if number_in(system, f"{folder}/ro") != 1:
+        return ""
+    name = posixpath.basename(_where(system, folder))
+    return f"the kernel has {name} set to read-only; `blockdev --setrw /dev/{name}` may change that"
+
+
+def zones(system: System, folder: str) -> str:
+    """Why the disk that a folder of sysfs describes cannot be written at any place; empty if it can."""
+    said = text_in(system, f"{folder}/queue/zoned") or text_in(system, f"{folder}/../queue/zoned")
+    if said.strip() != "host-managed":
+        return ""
+    return "the disk has zones that are written from their beginning (zoned = host-managed); every block must be free"
+
+
+def file_in_use(system: System, status: FileStatus) -> str:
+    """Why nobody may overwrite a file: it is the disk behind a loop device, or swapped to. Empty if nothing is known.
+
+    Neither keeps anybody from opening the file and writing into somebody's file system.
+    """
+    for name in names_in(system, "/sys/block"):
+        backing = text_in(system, f"/sys/block/{name}/loop/backing_file")
+        if backing and _stands_at(system, backing, status):
+            used = in_use(system, f"/sys/block/{name}")
+            return f"{name} is a disk made of this file" + (f", and {used}" if used else "")
+    for line in text_in(system, "/proc/swaps").splitlines():
+        path = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), line.split(" ", 1)[0].split("\t", 1)[0])
+        if path.startswith("/") and _stands_at(system, path, status):
+            return "this file is swapped to"
+    return ""
+
+
 def place_of(system: System, controllers: Sequence[str]) -> tuple[str | None, int | None]:
     """(bus address, NUMA node) of the first of some controllers; None where sysfs does not say."""
     if not controllers:
@@ -145,6 +180,13 @@ def _namespace(system: System, name: str) -> NvmeNamespace:
         512 * (number_in(system, f"/sys/block/{name}/size") or 0),
         in_use(system, f"/sys/block/{name}") if has_block else "",
     )
+
+
+def _stands_at(system: System, path: str, status: FileStatus) -> bool:
+    try:
+        return system.stat(path) == status
+    except (OSError, ValueError):
+        return False
 
 
 def _in(folder: str, names: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ def probe(path: str, system: System = HOST, deadline_s: float = 10.0) -> list[Re
         remains = "pread and pwrite remain" if namespace is None else "ioctl remains, one command at a time"
         reasons = [Reason(why) for why in medium.why]
         try:
-            reasons += [Reason(why) for why in condition(medium.drive)[0]]
+            reasons += [Reason(why) for why in condition(medium.drive, medium.read_only)[0]]
             UringEngine(medium.target, 32, entries).close()
         except DeviceError as error:
             reasons.append(Reason(str(error), fatal=True))

@@ -19,6 +19,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
+from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import (
     LARGEST_TRANSFER,
@@ -57,6 +58,9 @@ _ABANDONED: list[UringEngine] = []
 """Engines with transfers that the kernel did not give back: their memory is kept until the process ends."""
 
 _NO_BUFFER = -1
+
+_LEAST_S = 1e-6
+"""A rest of a deadline that is shorter is over."""
 
 
 @dataclass(slots=True)
@@ -146,6 +150,7 @@ class UringEngine:
         self._bounce: mmap.mmap | None = None
         self._bounce_at = 0
         self._flying: dict[int, Flight] = {}
+        self._clock = WallClock()
         try:
             self._self_test()
         except (OSError, DeviceError):
@@ -282,19 +287,24 @@ class UringEngine:
         return None
 
     def _wait(self, op: str, wait_for: int) -> list[tuple[int, Flight, int]]:
-        """Enter until at least one transfer has come back: (slot, flight, result). Raises Timeout or Stuck."""
-        tries = 0
+        """Enter until at least one transfer has come back: (slot, flight, result). Raises Timeout or Stuck.
+
+        However often it is entered, the deadline of the whole wait is one.
+        """
+        tries, began, left_s = 0, self._clock.now(), self._target.deadline_s
         while True:
             number = 0
             try:
-                self._ring.enter(wait_for, self._target.deadline_s)
+                self._ring.enter(wait_for, left_s)
             except OSError as error:
                 number = error.errno or 0
             back = self._reap()
             if back:
                 return back
             tries += 1
-            if number not in _AGAIN or tries > self._target.retries:
+            # a call that has submitted something does not say that its time was up
+            left_s = self._target.deadline_s - (self._clock.now() - began) / 1e9
+            if number not in _AGAIN or left_s < _LEAST_S or tries > self._target.retries:
                 self._give_up(op, number)
             self.counts.retried += 1
             back_off(self._target, tries)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from tierloop.devices.drivers.deadlines import Stuck, within
+from tierloop.devices.drivers.kernel_texts import text_in
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Gone, ProtocolError
 from tierloop.devices.regions import Region
@@ -154,10 +155,7 @@ def host_bytes(address: int, nbytes: int) -> memoryview:
 
 def controller_state(system: System, controller: str) -> str:
     """What the kernel says of an NVMe controller: live, resetting, connecting, deleting, dead; empty if it has none."""
-    try:
-        return system.read_text(f"/sys/class/nvme/{controller}/state")
-    except OSError:
-        return ""
+    return text_in(system, f"/sys/class/nvme/{controller}/state")
 
 
 def departed(target: Target) -> str:

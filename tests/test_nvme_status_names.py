@@ -6,11 +6,9 @@ import errno
 
 import pytest
 
-from tests.nvme_rig import bytes_of, on_drive, on_fake
-from tierloop.devices.commands import Write
+from tests.nvme_rig import on_fake
 from tierloop.devices.drivers.nvme_status import error_of, name_of
 from tierloop.devices.errors import Busy, DeviceError, MediaError, NoPermission, OutOfMemory
-from tierloop.emulators.kernel_nvme import nvme_machine
 
 RESERVED = {0x17}
 GENERIC = [code for code in range(0x01, 0x25) if code not in RESERVED] + list(range(0x80, 0x85))
@@ -34,18 +32,6 @@ def test_no_two_statuses_have_one_name() -> None:
 )
 def test_a_refusal_says_who_is_to_blame(status: int, kind: type[DeviceError]) -> None:
     assert type(error_of("nvme0", "write", status, "block 7")) is kind
-
-
-@pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
-def test_a_thin_namespace_whose_room_is_spent_is_out_of_memory_by_both_nodes(path: str) -> None:
-    machine = nvme_machine()
-    rig = on_drive(machine)
-    rig.path = path
-    region = rig.device.alloc(4096)
-    machine.controller.inject_status(1, 0x4081)
-    assert isinstance(rig.error_of(Write(region.all(), bytes_of(1, 4096))), OutOfMemory)
-    rig.write(region.all(), bytes_of(2, 4096))
-    rig.close()
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class NamespaceMedium:
     def zero(self, offset: int, nbytes: int) -> None:
         """Make the bytes read as zeros: by Write Zeroes, or by writing zeros where the drive refuses that.
 
-        Raises MediaError, OutOfMemory (the room of a thin namespace is spent), NoPermission, Gone, Timeout.
+        Raises MediaError, OutOfRange (the capacity is exceeded), NoPermission, Gone, Timeout.
         """
         while self._zeroing:
             flags, largest = self._zeroing[0]

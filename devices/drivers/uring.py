@@ -305,7 +305,7 @@ class UringEngine:
             # a call that has submitted something does not say that its time was up
             left_s = self._target.deadline_s - (self._clock.now() - began) / 1e9
             if number not in _AGAIN or left_s < _LEAST_S or tries > self._target.retries:
-                self._give_up(op, number)
+                self._give_up(op, number, tries if left_s >= _LEAST_S else 0)
             self.counts.retried += 1
             back_off(self._target, tries)
 
@@ -317,8 +317,11 @@ class UringEngine:
                 back.append((user_data, flight, result))
         return back
 
-    def _give_up(self, op: str, number: int) -> NoReturn:
-        """Nothing came back: take the transfers out of the kernel's hands, then raise; Stuck if it does not let go."""
+    def _give_up(self, op: str, number: int, tries: int) -> NoReturn:
+        """Nothing came back: take the transfers out of the kernel's hands, then raise; Stuck if it does not let go.
+
+        `tries` is how often the ring was entered in vain where that, and not the time, was at its end.
+        """
         target, count = self._target, len(self._flying)
         self.counts.timeouts += 1
         for slot in self._ring.withdraw():
@@ -339,5 +342,8 @@ class UringEngine:
             raise Stuck(f"{op}: {len(self._flying)} of {count} transfers neither came back nor could be cancelled")
         if number in (errno.ETIME, *_AGAIN):
             detail = f"none of {count} transfers came back within {target.deadline_s:g} s"
+            if tries and number not in (0, errno.ETIME):
+                name = errno.errorcode[number]
+                detail = f"none of {count} transfers came back: io_uring_enter was put off {tries} times ({name})"
             raise Timeout(target.device, op, detail, number or errno.ETIME)
         raise from_os(target.device, op, OSError(number, ""), f"io_uring_enter with {count} transfers")

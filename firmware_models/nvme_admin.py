@@ -47,6 +47,7 @@ class AdminCommands:
             HEALTH_LOG: lambda: health.page(self.warnings()),
             0x03: lambda: firmware_page(figures),
             0x05: effects_page,
+            0x12: features.page,
         }
 
     def warnings(self) -> int:

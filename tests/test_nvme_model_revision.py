@@ -13,6 +13,7 @@ from tests.nvme_bus import DATA, RATE, Bus, code
 from tests.nvme_rig import on_drive
 from tierloop.emulators.kernel_nvme import nvme_machine
 from tierloop.firmware_models import nvme_registers as regs
+from tierloop.firmware_models.nvme_features import Feature
 from tierloop.firmware_models.nvme_identify import NvmeFigures
 from tierloop.firmware_models.nvme_wire import Admin, Status
 from tierloop.firmware_models.passthrough import Passthrough
@@ -82,6 +83,30 @@ def test_a_command_set_that_is_not_there_has_no_tables(cns: int, command_set: in
 @pytest.mark.parametrize("nsid", [0, 2, 0xFFFFFFFF])
 def test_a_namespace_that_is_not_there_has_none_of_the_new_tables_either(cns: int, nsid: int) -> None:
     assert code(Bus().enable().admin(Admin.IDENTIFY, DATA, nsid, [cns]).status) == Status.INVALID_NAMESPACE
+
+
+@pytest.mark.parametrize("namespaces", [1, 2])
+def test_a_feature_of_all_namespaces_at_once_cannot_be_read(namespaces: int) -> None:
+    bus = Bus(namespaces=namespaces).enable()
+    assert bus.admin(Admin.SET_FEATURES, nsid=0xFFFFFFFF, cdw=[Feature.ERROR_RECOVERY, 1 << 16]).status == 0
+    asked = bus.admin(Admin.GET_FEATURES, nsid=0xFFFFFFFF, cdw=[Feature.ERROR_RECOVERY])
+    assert code(asked.status) == Status.INVALID_NAMESPACE
+    for nsid in range(1, namespaces + 1):
+        assert bus.admin(Admin.GET_FEATURES, nsid=nsid, cdw=[Feature.ERROR_RECOVERY]).result == 1 << 16
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_the_log_of_features_lists_those_that_can_be_read_and_where_they_hold(cache: bool) -> None:
+    bus = Bus(NvmeFigures(volatile_cache=cache)).enable()
+    listed = struct.unpack("<256I", bus.log(0x12, 1024))
+    assert bus.log(0x00, 1024)[4 * 0x12] & 1
+    for feature, said in enumerate(listed):
+        per_namespace = bool(said >> 20 & 1)
+        answer = bus.admin(Admin.GET_FEATURES, nsid=int(per_namespace), cdw=[feature])
+        assert (answer.status == 0) == bool(said & 1)
+        if said:
+            allowed = bus.admin(Admin.GET_FEATURES, nsid=int(per_namespace), cdw=[feature | 3 << 8]).result
+            assert bool(allowed & 2) == per_namespace != bool(said >> 21 & 1)
 
 
 # the back door

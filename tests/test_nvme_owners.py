@@ -12,6 +12,7 @@ import pytest
 from tests.fake_system import FakeSystem
 from tests.nvme_rig import MIB, bytes_of, on_drive, on_fake, on_file
 from tierloop.devices.commands import Read, Write
+from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import Target
 from tierloop.devices.drivers.nvme import open_nvme, probe
 from tierloop.devices.drivers.ring import refusal
@@ -190,3 +191,26 @@ def test_a_wait_that_also_submits_is_no_longer_than_the_deadline() -> None:
         os.close(full)
     wait, cancelling = system.waits_s
     assert wait == cancelling == pytest.approx(0.2)
+
+
+def test_what_stops_after_a_look_is_noticed_soon_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_s, wait, never = [], threading.Event.wait, threading.Event()
+
+    def listening(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None:
+            waits_s.append(timeout)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", listening)
+    looks = iter([0, 1, *[2] * 100])
+    with pytest.raises(Stuck, match=r"no progress for 0\.08 s"):
+        within(0.08, lambda: wait(never), lambda: next(looks))
+    never.set()
+    assert 0.08 <= sum(waits_s[2:]) <= 0.09  # the first two looks saw progress
+
+
+def test_a_link_that_leads_nowhere_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "medium").symlink_to(tmp_path / "nothing")
+    with pytest.raises(Busy, match="a link that leads nowhere"):
+        on_file(tmp_path).open()
+    assert not (tmp_path / "nothing").exists()

@@ -11,6 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+_LOOKS = 8
+"""How often progress is looked at within a deadline: what stops right after a look is noticed an eighth later."""
+
 
 class Stuck(Exception):
     """The call did not come back in time. It may still move bytes: nothing it was given may be used again."""
@@ -49,10 +52,11 @@ def within(deadline_s: float, call: Callable[[], object], progress: Callable[[],
             over.set()
 
     begin(threading.Thread(target=run, name="tierloop-call", daemon=True))
-    before = progress()
-    while not over.wait(deadline_s):
+    before, still = progress(), 0
+    while not over.wait(deadline_s / _LOOKS):
         now = progress()
-        if now == before:
+        still = still + 1 if now == before else 0
+        if still == _LOOKS:
             raise Stuck(f"no progress for {deadline_s:g} s")
         before = now
     if raised:

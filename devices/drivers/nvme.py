@@ -45,7 +45,7 @@ from typing import Any
 from tierloop.devices.commands import Command, Flush, Traffic, read_segments, segments, verb, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
-from tierloop.devices.drivers.arena import Arena
+from tierloop.devices.drivers.arena import Arena, whole
 from tierloop.devices.drivers.crew import Crew
 from tierloop.devices.drivers.engines import Counts, Stopped
 from tierloop.devices.drivers.estimates import Costs
@@ -184,6 +184,7 @@ class NvmeDevice:
         if phantom:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         self._writable("alloc")
+        nbytes = whole(self._name, "alloc", nbytes)
         taken = self._arena.reserve(nbytes, memory)
         offset = self._extents.take(nbytes)
         if offset is None:
@@ -204,6 +205,7 @@ class NvmeDevice:
         For memories that outlive a process: nothing is zeroed. Raises OutOfRange, OutOfMemory, Busy (taken), Gone.
         """
         self._alive("adopt")
+        offset, nbytes = whole(self._name, "adopt", offset), whole(self._name, "adopt", nbytes)
         if nbytes < 1 or offset < 0 or offset % self._extents.grid or offset + nbytes > self._extents.capacity:
             raise OutOfRange(
                 self._name,

@@ -91,6 +91,9 @@ def _claim(
         flags |= os.O_EXCL if block else 0
     try:
         control = system.open(wish.path, flags)
+    except FileExistsError as error:
+        detail = f"{wish.path}: there is a link that leads nowhere, or somebody else has just created a file"
+        raise Busy(device, "open", detail, errno.EEXIST) from error
     except OSError as error:
         raise unopened(device, wish.path, error) from error
     undo.callback(close_all, system, {control})

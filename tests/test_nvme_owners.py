@@ -14,7 +14,7 @@ from tests.nvme_rig import MIB, bytes_of, on_drive, on_fake, on_file
 from tierloop.devices.commands import Read, Write
 from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import Target
-from tierloop.devices.drivers.nvme import open_nvme, probe
+from tierloop.devices.drivers.nvme import nvme_drives, open_nvme, probe
 from tierloop.devices.drivers.ring import refusal
 from tierloop.devices.drivers.uring import UringEngine
 from tierloop.devices.errors import Busy, DeviceError, Gone, Timeout, Unsupported
@@ -62,6 +62,18 @@ def test_the_mount_of_such_a_loop_device_is_named() -> None:
     system.texts["/proc/self/mountinfo"] = "36 1 7:0 / /data rw - ext4 /dev/loop0 rw"
     with pytest.raises(Busy, match="loop0 is mounted at /data"):
         on_fake(system, create=False, capacity=MIB).open()
+
+
+@pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
+def test_a_disk_that_a_loop_device_is_made_of_is_refused_by_both_nodes(path: str) -> None:
+    machine = nvme_machine(namespaces=2)
+    machine.tree.put("/sys/devices/virtual/block/loop3/loop/backing_file", "/dev/nvme0n1")
+    machine.tree.link("/sys/block/loop3", "../devices/virtual/block/loop3")
+    with pytest.raises(Busy, match="nvme0n1 is what loop3 is made of"):
+        open_nvme("nvme0", on_drive().site, {"path": path}, machine)
+    open_nvme("nvme0", on_drive().site, {"path": path.replace("n1", "n2")}, machine).close()
+    free, used = (namespace.in_use for drive in nvme_drives(machine) for namespace in drive.namespaces[::-1])
+    assert (free, used) == ("", "nvme0n1 is what loop3 is made of")
 
 
 def test_loop_devices_of_other_files_do_not_count() -> None:

@@ -6,9 +6,10 @@ its serial number. `in_use` is what stands between a driver and somebody else's 
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tierloop.devices.drivers.kernel_texts import names_in, number_in, text_in
@@ -101,6 +102,10 @@ def in_use(system: System, folder: str) -> str:
         holders = names_in(system, f"{place}/holders")
         if holders:
             return f"{posixpath.basename(place)} is held by {', '.join(holders)}"
+    for loop, backing in _loops(system):
+        number = f"{os.major(backing.device)}:{os.minor(backing.device)}"
+        if backing.kind == "block device" and number in numbers:
+            return f"{numbers[number]} is what {loop} is made of"
     return ""
 
 
@@ -125,14 +130,13 @@ def file_in_use(system: System, status: FileStatus) -> str:
 
     Neither keeps anybody from opening the file and writing into somebody's file system.
     """
-    for name in names_in(system, "/sys/block"):
-        backing = text_in(system, f"/sys/block/{name}/loop/backing_file")
-        if backing and _stands_at(system, backing, status):
+    for name, backing in _loops(system):
+        if backing == status:
             used = in_use(system, f"/sys/block/{name}")
             return f"{name} is a disk made of this file" + (f", and {used}" if used else "")
     for line in text_in(system, "/proc/swaps").splitlines():
         path = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), line.split(" ", 1)[0].split("\t", 1)[0])
-        if path.startswith("/") and _stands_at(system, path, status):
+        if path.startswith("/") and _at(system, path) == status:
             return "this file is swapped to"
     return ""
 
@@ -182,11 +186,20 @@ def _namespace(system: System, name: str) -> NvmeNamespace:
     )
 
 
-def _stands_at(system: System, path: str, status: FileStatus) -> bool:
+def _loops(system: System) -> Iterator[tuple[str, FileStatus]]:
+    """Loop devices, and what each is a disk of: a file, or another disk, which it does not claim."""
+    for name in names_in(system, "/sys/block"):
+        backing = text_in(system, f"/sys/block/{name}/loop/backing_file")
+        status = _at(system, backing) if backing else None
+        if status is not None:
+            yield name, status
+
+
+def _at(system: System, path: str) -> FileStatus | None:
     try:
-        return system.stat(path) == status
+        return system.stat(path)
     except (OSError, ValueError):
-        return False
+        return None
 
 
 def _in(folder: str, names: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ from tierloop.devices.drivers.nvme_commands import (
 from tierloop.devices.drivers.nvme_identity import HEALTH_NBYTES, Health, Identity, identity_of
 from tierloop.devices.drivers.nvme_status import error_of
 from tierloop.devices.drivers.passthrough import Judge, tried
-from tierloop.devices.errors import NoPermission, ProtocolError, Unsupported
+from tierloop.devices.errors import DeviceError, Gone, ProtocolError, Timeout
 from tierloop.devices.system import address_of
 
 _TABLE_NBYTES = 4096
@@ -67,7 +67,9 @@ def condition(drive: Drive | None, read_only: str = "") -> tuple[list[str], str]
     locked = "the namespace is write protected" if drive.identity.write_protected else read_only
     try:
         health = drive.health()
-    except (NoPermission, Unsupported, ProtocolError) as error:
+    except (Gone, Timeout):
+        raise
+    except DeviceError as error:
         return [locked] * bool(locked) + [f"the drive's health is not known ({error.detail})"], locked
     warnings = [f"the drive warns: {warning}" for warning in health.warnings] + [locked] * bool(locked)
     worn_out = "the drive says that its media are read-only (critical warning); nothing can be written"

@@ -109,6 +109,8 @@ _KINDS: dict[int, type[DeviceError]] = {
     0x084: Busy,
     0x182: MediaError,
     0x286: NoPermission,
+    0x303: Busy,
+    0x371: Timeout,
 }
 _KIND_OF_TYPE: dict[int, type[DeviceError]] = {2: MediaError, 3: Gone}
 

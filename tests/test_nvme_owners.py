@@ -128,6 +128,17 @@ def test_a_medium_that_only_reads_keeps_the_bytes_of_a_freed_region() -> None:
 
 
 @pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
+def test_partitions_that_nobody_uses_are_noted_by_both_nodes(path: str) -> None:
+    machine = nvme_machine()
+    for part in (1, 2):
+        machine.tree.put(f"{DISK}/nvme0n1p{part}/partition", str(part))
+    rig = on_drive(machine)
+    rig.path = path
+    assert "nvme0n1 has partitions (nvme0n1p1, nvme0n1p2), and allocating" in rig.device.info.notes["why"]
+    rig.close()
+
+
+@pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
 def test_a_disk_of_zones_is_unsupported(path: str) -> None:
     machine = nvme_machine()
     machine.tree.put(f"{DISK}/queue/zoned", "host-managed")

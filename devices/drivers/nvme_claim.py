@@ -33,6 +33,7 @@ from tierloop.devices.drivers.nvme_drives import (
     controllers_of,
     in_use,
     is_read_only,
+    overwritten,
     place_of,
     state_advice,
     zones,
@@ -172,9 +173,7 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
     if listed and text_in(system, f"{folder}/dev") != f"{os.major(number)}:{os.minor(number)}":
         detail = f"{node} is not the block device of {generic}: nobody can tell whether the namespace is in use"
         raise NotPresent(device, "open", detail)
-    parts = [name for name in names_in(system, folder) if number_in(system, f"{folder}/{name}/partition")]
-    if parts:
-        why.append(f"{block} has partitions ({', '.join(parts)}), and allocating overwrites them")
+    why += overwritten(system, folder)
     return {fd}
 
 

@@ -86,7 +86,7 @@ def in_use(system: System, folder: str) -> str:
     """Why nobody may overwrite the disk or partition that a folder of sysfs describes; empty if nothing is known."""
     folder = _where(system, folder)
     name = posixpath.basename(folder)
-    parts = [part for part in names_in(system, folder) if text_in(system, f"{folder}/{part}/partition")]
+    parts = _partitions(system, folder)
     numbers = {text_in(system, f"{place}/dev"): posixpath.basename(place) for place in [folder, *_in(folder, parts)]}
     numbers.pop("", None)
     nodes = {f"/dev/{each}" for each in (name, *parts)}
@@ -107,6 +107,14 @@ def in_use(system: System, folder: str) -> str:
         if backing.kind == "block device" and number in numbers:
             return f"{numbers[number]} is what {loop} is made of"
     return ""
+
+
+def overwritten(system: System, folder: str) -> list[str]:
+    """What an owner of the disk that a folder of sysfs describes should know: partitions that nobody uses."""
+    folder = _where(system, folder)
+    parts = _partitions(system, folder)
+    name = posixpath.basename(folder)
+    return [f"{name} has partitions ({', '.join(parts)}), and allocating overwrites them"] if parts else []
 
 
 def is_read_only(system: System, folder: str) -> str:
@@ -184,6 +192,10 @@ def _namespace(system: System, name: str) -> NvmeNamespace:
         512 * (number_in(system, f"/sys/block/{name}/size") or 0),
         in_use(system, f"/sys/block/{name}") if has_block else "",
     )
+
+
+def _partitions(system: System, folder: str) -> list[str]:
+    return [part for part in names_in(system, folder) if text_in(system, f"{folder}/{part}/partition")]
 
 
 def _loops(system: System) -> Iterator[tuple[str, FileStatus]]:

@@ -29,7 +29,15 @@ from tierloop.devices.drivers.kernel_texts import number_in, number_of
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import controllers_of, file_in_use, in_use, is_read_only, place_of, zones
+from tierloop.devices.drivers.nvme_drives import (
+    controllers_of,
+    file_in_use,
+    in_use,
+    is_read_only,
+    overwritten,
+    place_of,
+    zones,
+)
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, NotPresent, Unsupported
@@ -60,6 +68,7 @@ def _open_file(device: str, wish: Wish, found: FileStatus | None, system: System
     medium.bus_address, medium.numa_node = _place(system, status)
     if status.kind == "block device":
         _question(medium, system)
+        medium.why += overwritten(system, _queue_folder(status)[0])
         medium.read_only = is_read_only(system, _queue_folder(status)[0])
         medium.in_flight = number_in(system, f"{_queue_folder(status)[0]}/queue/nr_requests")
         largest = (number_in(system, f"{_queue_folder(status)[0]}/queue/max_hw_sectors_kb") or 0) * 1024

@@ -1,14 +1,17 @@
-"""Sizes as callers compute them: NumPy's integers count, and what is no whole number is refused at once."""
+"""Sizes and paths as callers hand them in: NumPy's integers count, and what cannot be either is refused at once."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.nvme_rig import MIB, Rig, bytes_of, on_drive, on_fake
-from tierloop.devices.errors import OutOfRange
+from tests.nvme_rig import MIB, Rig, bytes_of, on_drive, on_fake, on_file
+from tierloop.devices.drivers.nvme import open_nvme, probe
+from tierloop.devices.errors import ConfigurationError, OutOfRange
 
 
 @pytest.fixture(params=[on_fake, on_drive])
@@ -39,3 +42,20 @@ def test_what_is_no_whole_number_of_bytes_is_refused_and_takes_nothing(rig: Rig,
             rig.device.adopt(*call)
     rig.device.free(rig.device.alloc(8 * MIB))  # all of it is free
     rig.close()
+
+
+@pytest.mark.parametrize("path", ["\ud800", "a\0b", "", None, 5, b"bytes", Path("object")])
+def test_what_no_system_takes_for_a_path_is_refused_as_an_option_and_as_a_reason(path: Any) -> None:
+    with pytest.raises(ConfigurationError, match="a path is a string that is not empty"):
+        open_nvme("nvme0", on_fake().site, {"path": path})
+    (reason,) = probe(path)
+    assert reason.fatal
+    assert "a path is a string" in reason
+
+
+def test_a_path_of_bytes_that_are_no_text_is_a_path(tmp_path: Path) -> None:
+    rig = on_file(tmp_path)
+    rig.path = str(tmp_path / "medium\udcff")
+    rig.open(capacity=MIB)
+    rig.close()
+    assert [os.fsencode(name) for name in os.listdir(tmp_path)] == [b"medium\xff"]

@@ -283,8 +283,8 @@ def _status(result: os.stat_result) -> FileStatus:
 _BLAME: dict[type[DeviceError], tuple[int, ...]] = {
     NotPresent: (codes.ENOENT, codes.ENOTDIR),
     NoPermission: (codes.EACCES, codes.EPERM, codes.EROFS),
-    OutOfMemory: (codes.ENOSPC, codes.EDQUOT, codes.EFBIG, codes.ENOMEM),
-    Busy: (codes.EBUSY, codes.EAGAIN, codes.EEXIST, codes.ETXTBSY),
+    OutOfMemory: (codes.ENOSPC, codes.EDQUOT, codes.EFBIG, codes.ENOMEM, codes.EMFILE, codes.ENFILE),
+    Busy: (codes.EBUSY, codes.EAGAIN, codes.EEXIST, codes.ETXTBSY, codes.EBADE),
     Timeout: (codes.ETIMEDOUT, codes.ETIME),
     MediaError: (codes.EIO, codes.ENODATA, codes.EBADMSG, codes.EILSEQ, codes.EREMOTEIO, codes.EUCLEAN),
     Unsupported: (codes.EOPNOTSUPP, codes.ENOSYS, codes.EISDIR),
@@ -296,7 +296,8 @@ _KIND_OF: dict[int, type[DeviceError]] = {number: kind for kind, numbers in _BLA
 def from_os(device: str, op: str, error: OSError, detail: str) -> DeviceError:
     """The device error for an OSError, with errno and cause kept.
 
-    EACCES and EPERM are one kind; ENODATA is what the kernel makes of an unrecoverable read error of an NVMe drive. An
+    EACCES and EPERM are one kind; ENODATA is what the kernel makes of an unrecoverable read error of an NVMe drive, and
+    EBADE of a reservation that somebody else holds. EMFILE and ENFILE: there is no room for another descriptor. An
     errno that no kind fits (EINVAL, EFAULT, EBADF) is a ProtocolError: the call was checked before it was made.
     """
     number = error.errno or 0

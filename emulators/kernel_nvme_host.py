@@ -124,7 +124,8 @@ class _Pair:
 
 
 class NvmeHost:
-    """Drives one controller; see the top of the file. `queues` pairs for input and output take requests in turn.
+    """Drives one controller; see the top of the file. `queues` pairs for input and output take requests in turn, or as
+    many as the controller grants.
 
     `owner` is whoever starts requests at present (a ring); `disown` takes the memory of its requests away.
     """
@@ -143,8 +144,8 @@ class NvmeHost:
         depth = min(depth, controller.figures.queue_entries)
         self._pairs = [_Pair(qid, 32 if qid == 0 else depth, reachable) for qid in range(1 + queues)]
         self.owner: object = None
-        self._turn = 0
-        self._resets = 0
+        self._turn = self._resets = 0
+        self._granted = queues
         self._start()
 
     @property
@@ -165,7 +166,7 @@ class NvmeHost:
         if admin:
             pair = self._pairs[0]
         else:
-            self._turn = self._turn % (len(self._pairs) - 1) + 1
+            self._turn = self._turn % self._granted + 1
             pair = self._pairs[self._turn]
         self.catch_up()
         pair.backlog.append(request)
@@ -243,20 +244,23 @@ class NvmeHost:
         c.write(regs.CC, 4, regs.ENABLE | 6 << 16 | 4 << 20)
         self._settle(lambda: bool(c.read(regs.CSTS, 4) & regs.READY))
         queues = len(self._pairs) - 1
-        self._admin(Entry(Admin.SET_FEATURES, cdw=(7, (queues - 1) * 0x10001, 0, 0, 0, 0)))
-        for pair in self._pairs[1:]:
+        granted = self._admin(Entry(Admin.SET_FEATURES, cdw=(7, (queues - 1) * 0x10001, 0, 0, 0, 0)))
+        self._granted = min(queues, (granted & 0xFFFF) + 1, (granted >> 16) + 1)
+        for pair in self._pairs[1 : 1 + self._granted]:
             size = (pair.entries - 1) << 16 | pair.qid
-            self._admin(Entry(Admin.CREATE_CQ, data=pointers(pair.cq_at), cdw=(size, pair.qid << 16 | 3, 0, 0, 0, 0)))
+            vector = min(pair.qid, c.figures.vectors - 1)
+            self._admin(Entry(Admin.CREATE_CQ, data=pointers(pair.cq_at), cdw=(size, vector << 16 | 3, 0, 0, 0, 0)))
             self._admin(Entry(Admin.CREATE_SQ, data=pointers(pair.sq_at), cdw=(size, pair.qid << 16 | 1, 0, 0, 0, 0)))
 
-    def _admin(self, entry: Entry) -> None:
-        """A command of the driver's own, which must succeed. It passes the requests that wait."""
+    def _admin(self, entry: Entry) -> int:
+        """A command of the driver's own, which must succeed; its result. It passes the requests that wait."""
         request = Request(entry, timeout_ns=_NEVER_NS)
         self._pairs[0].backlog.appendleft(request)
         self._send(self._pairs[0])
         self._settle(lambda: request.status is not None)
         if request.status:
             raise failure(errno.EIO)
+        return request.result
 
     def _settle(self, done: Callable[[], bool]) -> None:
         """Let the controller get there without a look at timeouts; ENODEV if it never does."""

@@ -42,6 +42,7 @@ _ERRNO: dict[int, int] = {
     0x082: errno.EREMOTEIO,
     0x083: errno.EBADE,
     0x180: errno.EOPNOTSUPP,
+    0x181: errno.EILSEQ,
     0x182: errno.ENODATA,
     0x280: errno.ENODATA,
     0x281: errno.ENODATA,
@@ -51,6 +52,7 @@ _ERRNO: dict[int, int] = {
     0x285: errno.ENODATA,
     0x286: errno.ENODATA,
     0x287: errno.ENODATA,
+    0x370: errno.ENOLINK,
 }
 """What the block layer makes of a status; EIO of all others."""
 

@@ -10,16 +10,21 @@ from tierloop.firmware_models.nvme_health import ERROR_LOG, HEALTH_LOG, Events, 
 from tierloop.firmware_models.nvme_identify import (
     IDENTIFY_NBYTES,
     NvmeFigures,
+    command_set_page,
     controller_page,
     descriptors_page,
     effects_page,
     firmware_page,
+    independent_page,
     namespace_page,
     namespaces_page,
 )
 from tierloop.firmware_models.nvme_namespace import Namespace
 from tierloop.firmware_models.nvme_transfers import HostMemory, scatter, walk
 from tierloop.firmware_models.nvme_wire import ALL_NAMESPACES, Entry, Refused, Status
+
+_NVM = 0
+"""The command set that namespaces here have."""
 
 
 class AdminCommands:
@@ -42,6 +47,7 @@ class AdminCommands:
             HEALTH_LOG: lambda: health.page(self.warnings()),
             0x03: lambda: firmware_page(figures),
             0x05: effects_page,
+            0x12: features.page,
         }
 
     def warnings(self) -> int:
@@ -64,11 +70,19 @@ class AdminCommands:
             if entry.nsid >= ALL_NAMESPACES - 1:
                 raise Refused(Status.INVALID_NAMESPACE, byte=4)
             return namespaces_page(entry.nsid, self._namespaces)
-        if cns not in (0, 3):
+        if cns not in (0, 3, 5, 6, 8):
             raise Refused(Status.INVALID_FIELD, byte=40)
+        if cns in (5, 6) and entry.cdw[1] >> 24 != _NVM:
+            raise Refused(Status.INVALID_FIELD, byte=47)
+        if cns == 6:
+            return command_set_page()
         if not 1 <= entry.nsid <= last:
             raise Refused(Status.INVALID_NAMESPACE, byte=4)
         namespace = self._namespaces[entry.nsid - 1]
+        if cns == 5:
+            return command_set_page()
+        if cns == 8:
+            return independent_page(namespace)
         made = namespace_page if cns == 0 else descriptors_page
         return made(self._figures, entry.nsid, namespace)
 

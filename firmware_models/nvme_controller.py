@@ -115,6 +115,7 @@ class NvmeController:
 
     def poke(self, nsid: int, lba: int, data: bytes) -> None:
         """Put whole blocks on the medium, durably."""
+        self._check(nsid, lba, 0)
         namespace = self.namespaces[nsid - 1]
         if len(data) % namespace.lba_nbytes:
             raise ValueError(f"{len(data)} bytes are no whole number of {namespace.lba_nbytes}-byte blocks")
@@ -177,10 +178,12 @@ class NvmeController:
         self._engine.watch()
 
     def power_off(self, unsafe: bool = True) -> None:
-        """Lose power; with `unsafe` at once, otherwise after an orderly shutdown.
+        """Lose power; with `unsafe` at once, otherwise after an orderly shutdown. Without power nothing happens.
 
         What the cache holds is lost unless a shutdown was completed.
         """
+        if not self._powered:
+            return
         if not unsafe:
             self._shut_down(flush=True)
         if not self._shut:

@@ -7,6 +7,7 @@ saved value is what a reset brings back; a feature that cannot be saved comes ba
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ _KINDS: dict[int, _Kind] = {
 }
 _SENSORS = (0, 1)
 """Temperatures that have thresholds: the composite one and the first sensor."""
+_OF_A_NAMESPACE, _OF_THE_CONTROLLER = 1 << 20, 1 << 21
 _CHANGEABLE, _PER_NAMESPACE, _SAVEABLE = 4, 2, 1
 
 
@@ -76,9 +78,11 @@ class Features:
             raise Refused(Status.INVALID_FIELD, byte=41)
         if select == 3:
             return _CHANGEABLE | _SAVEABLE * kind.saveable | _PER_NAMESPACE * kind.per_namespace
+        if kind.per_namespace and entry.nsid == ALL_NAMESPACES:
+            raise Refused(Status.INVALID_NAMESPACE, byte=4)
         parts = self._parts(feature, kind, entry.nsid, entry.cdw[1])
         if len(parts) != 1:
-            raise Refused(Status.INVALID_NAMESPACE if kind.per_namespace else Status.INVALID_FIELD, byte=4)
+            raise Refused(Status.INVALID_FIELD, byte=44)
         if select == 1:
             return self._default(feature, parts[0])
         if select == 2:
@@ -108,6 +112,15 @@ class Features:
             if save:
                 self._saved[feature, part] = stored
         return 0
+
+    def page(self) -> bytes:
+        """The log page of features that are supported, and whether they are of a namespace or of the controller."""
+        page = bytearray(1024)
+        for feature, kind in _KINDS.items():
+            if feature != Feature.WRITE_CACHE or self._cache:
+                scope = _OF_A_NAMESPACE if kind.per_namespace else _OF_THE_CONTROLLER
+                struct.pack_into("<I", page, 4 * feature, 1 | scope)
+        return bytes(page)
 
     def _grant(self, word: int, queues: int, created: bool) -> int:
         if created:

@@ -129,6 +129,19 @@ def namespace_page(figures: NvmeFigures, nsid: int, ns: Namespace) -> bytes:
     return bytes(page)
 
 
+def independent_page(ns: Namespace) -> bytes:
+    """CNS 08h: what holds of a namespace whatever its command set. It is ready as soon as the controller is."""
+    page = bytearray(IDENTIFY_NBYTES)
+    page[8] = ns.worn_out
+    page[14] = 1
+    return bytes(page)
+
+
+def command_set_page() -> bytes:
+    """CNS 05h and 06h of the NVM command set: protection of 16 bits, and no limit for commands without data."""
+    return bytes(IDENTIFY_NBYTES)
+
+
 def namespaces_page(after: int, namespaces: Sequence[Namespace]) -> bytes:
     """CNS 02h: the identifiers above `after`, rising, at most 1024."""
     ids = list(range(after + 1, len(namespaces) + 1))[:1024]

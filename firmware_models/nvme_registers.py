@@ -9,6 +9,7 @@ from __future__ import annotations
 from tierloop.firmware_models.nvme_identify import VERSION, NvmeFigures
 
 CAP, VS, INTMS, INTMC, CC, CSTS, NSSR, AQA, ASQ, ACQ = 0x00, 0x08, 0x0C, 0x10, 0x14, 0x1C, 0x20, 0x24, 0x28, 0x30
+BPMBL, CMBMSC, CRTO = 0x48, 0x50, 0x68
 DOORBELLS = 0x1000
 
 ENABLE = 1
@@ -20,8 +21,11 @@ LARGEST_PAGE_SHIFT = 4
 
 
 def capabilities(figures: NvmeFigures) -> int:
-    """CAP: queues lie in one piece, weighted round robin is there, and so is the NVM command set."""
-    timeout = min(255, max(1, -(-max(figures.ready_ns, figures.shutdown_ns) // 500_000_000)))
+    """CAP: queues lie in one piece, weighted round robin is there, and so is the NVM command set.
+
+    A controller that is ready has its media ready, too (CRMS), as every one of revision 2.0 can.
+    """
+    timeout = min(255, max(1, _half_seconds(max(figures.ready_ns, figures.shutdown_ns))))
     return (
         (figures.queue_entries - 1)
         | 1 << 16
@@ -30,7 +34,17 @@ def capabilities(figures: NvmeFigures) -> int:
         | figures.doorbell_stride << 32
         | 1 << 37
         | LARGEST_PAGE_SHIFT << 52
+        | 1 << 59
     )
+
+
+def ready_timeouts(figures: NvmeFigures) -> int:
+    """CRTO: how long becoming ready with the media takes at most, in units of 500 ms."""
+    return min(0xFFFF, max(1, _half_seconds(figures.ready_ns)))
+
+
+def _half_seconds(ns: int) -> int:
+    return -(-ns // 500_000_000)
 
 
 def bits(word: int, high: int, low: int) -> int:
@@ -43,6 +57,7 @@ class Registers:
 
     def __init__(self, figures: NvmeFigures) -> None:
         self.cap = capabilities(figures)
+        self.crto = ready_timeouts(figures)
         self.cc = self.csts = self.aqa = self.asq = self.acq = self.mask = 0
 
     def read(self, offset: int, nbytes: int) -> int:
@@ -50,8 +65,9 @@ class Registers:
         ones = (1 << 8 * max(nbytes, 1)) - 1
         if nbytes not in (4, 8) or offset < 0 or offset % nbytes:
             return ones
-        wide = {CAP: self.cap, ASQ: self.asq, ACQ: self.acq}
+        wide = {CAP: self.cap, ASQ: self.asq, ACQ: self.acq, BPMBL: 0, CMBMSC: 0}
         narrow = {VS: VERSION, INTMS: self.mask, INTMC: self.mask, CC: self.cc, CSTS: self.csts, AQA: self.aqa}
+        narrow[CRTO] = self.crto
         if nbytes == 8:
             return wide.get(offset, ones)
         if offset & ~7 in wide:

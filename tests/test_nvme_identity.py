@@ -56,7 +56,7 @@ def test_a_format_above_the_sixteenth_is_found_by_its_upper_bits() -> None:
         ({}, {"shift": 17}, Unsupported, r"blocks of 2\^17 bytes"),
         ({}, {"shift": 255}, Unsupported, r"blocks of 2\^255 bytes"),
         ({}, {"metadata": 8}, Unsupported, "8 bytes of metadata"),
-        ({}, {"layout": 0x10}, Unsupported, "metadata at the end"),
+        ({}, {"layout": 0x10, "metadata": 8}, Unsupported, "8 bytes of metadata per block, at the end of each"),
         ({}, {"layout": 0x05}, ProtocolError, "block format 5 is in use, and the last one is 0"),
         ({}, {"blocks": 1 << 60, "shift": 12}, ProtocolError, r"more than 2\^62 bytes"),
         ({"mdts": 19}, {}, ProtocolError, r"2\^19 pages"),

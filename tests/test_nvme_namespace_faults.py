@@ -19,6 +19,7 @@ from tierloop.devices.errors import (
     Gone,
     MediaError,
     NoPermission,
+    OutOfMemory,
     OutOfRange,
     ProtocolError,
     Timeout,
@@ -93,7 +94,7 @@ def test_a_refusal_that_never_passes_is_busy_and_the_device_works(rig: Rig, regi
     [
         (0x4082, Busy),
         (0x4080, OutOfRange),
-        (0x4081, OutOfRange),
+        (0x4081, OutOfMemory),
         (0x4002, ProtocolError),
         (0x4286, NoPermission),
         (0x47C0, ProtocolError),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import operator
+from typing import SupportsIndex
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
 from tierloop.devices.info import MemoryInfo
 from tierloop.devices.regions import Region
+
+
+def whole(device: str, op: str, given: SupportsIndex) -> int:
+    """A number of bytes that somebody handed in, as the integer that it is (NumPy's are). Raises OutOfRange."""
+    if isinstance(given, (bool, np.bool_)) or not hasattr(given, "__index__"):
+        raise OutOfRange(device, op, f"{given!r} is no whole number of bytes")
+    return operator.index(given)
 
 
 class Arena:
@@ -33,6 +43,7 @@ class Arena:
         name, capacity = self._memory.name, self._memory.capacity
         if memory not in (None, name):
             raise OutOfRange(self._device, "alloc", f"there is no memory {memory!r} here, only {name!r}")
+        nbytes = whole(self._device, "alloc", nbytes)
         if nbytes < 1:
             raise OutOfRange(self._device, "alloc", f"{nbytes} bytes; a region has at least 1")
         taken = self._rounded(nbytes)

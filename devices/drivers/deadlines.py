@@ -2,6 +2,8 @@
 
 `pread`, `fallocate` and `fdatasync` of a hung device never return and cannot be interrupted. The thread that hangs in
 one is a daemon: it is left behind, with everything that the kernel may still write to, and the caller goes on.
+
+Where a limit allows no further thread, the call is not made.
 """
 
 from __future__ import annotations
@@ -9,16 +11,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+_LOOKS = 8
+"""How often progress is looked at within a deadline: what stops right after a look is noticed an eighth later."""
+
 
 class Stuck(Exception):
     """The call did not come back in time. It may still move bytes: nothing it was given may be used again."""
 
 
+class NoThread(Exception):
+    """No further thread may be started. Python says only that it could not."""
+
+    def __init__(self) -> None:
+        super().__init__("no further thread can be started: `ulimit -u`, pids.max of the cgroup or memory forbid it")
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a thread. Raises NoThread."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThread from error
+
+
 def within(deadline_s: float, call: Callable[[], object], progress: Callable[[], int] = lambda: 0) -> None:
     """Run `call()` and wait for its end; raises what it raised.
 
-    Raises Stuck if it neither ends nor makes `progress()` (a number that changes) for deadline_s seconds. Costs one
-    thread, about 60 µs.
+    Raises NoThread, and Stuck if it neither ends nor makes `progress()` (a number that changes) for deadline_s seconds.
+    Costs one thread, about 60 µs.
     """
     over = threading.Event()
     raised: list[BaseException] = []
@@ -31,11 +51,12 @@ def within(deadline_s: float, call: Callable[[], object], progress: Callable[[],
         finally:
             over.set()
 
-    threading.Thread(target=run, name="tierloop-call", daemon=True).start()
-    before = progress()
-    while not over.wait(deadline_s):
+    begin(threading.Thread(target=run, name="tierloop-call", daemon=True))
+    before, still = progress(), 0
+    while not over.wait(deadline_s / _LOOKS):
         now = progress()
-        if now == before:
+        still = still + 1 if now == before else 0
+        if still == _LOOKS:
             raise Stuck(f"no progress for {deadline_s:g} s")
         before = now
     if raised:

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
-from tierloop.devices.drivers.deadlines import Stuck, within
+from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
+from tierloop.devices.drivers.kernel_texts import text_in
 from tierloop.devices.drivers.pieces import Pieces
-from tierloop.devices.errors import DeviceError, Gone, ProtocolError
+from tierloop.devices.errors import DeviceError, Gone, OutOfMemory, ProtocolError
 from tierloop.devices.regions import Region
 from tierloop.devices.system import System, from_os
 
@@ -157,10 +158,7 @@ def host_bytes(address: int, nbytes: int) -> memoryview:
 
 def controller_state(system: System, controller: str) -> str:
     """What the kernel says of an NVMe controller: live, resetting, connecting, deleting, dead; empty if it has none."""
-    try:
-        return system.read_text(f"/sys/class/nvme/{controller}/state")
-    except OSError:
-        return ""
+    return text_in(system, f"/sys/class/nvme/{controller}/state")
 
 
 def departed(target: Target) -> str:
@@ -215,10 +213,20 @@ def back_off(target: Target, tries: int) -> None:
         target.stop.wait(pause)
 
 
+def threadless(device: str, op: str, error: NoThread) -> DeviceError:
+    """The error for work that needs a thread where none may be started."""
+    return OutOfMemory(device, op, str(error), errno.EAGAIN)
+
+
 def left_behind(target: Target, counts: Counts, op: str, call: Callable[[], None]) -> None:
-    """Make blocking calls in a thread that is left behind where they make no progress in time. Raises Stuck."""
+    """Make blocking calls in a thread that is left behind where they make no progress in time.
+
+    Raises Stuck, or OutOfMemory where there is no thread to be had.
+    """
     try:
         within(target.deadline_s, call, lambda: counts.transfers + counts.retried)
+    except NoThread as error:
+        raise threadless(target.device, op, error) from error
     except Stuck as stuck:
         counts.timeouts += 1
         raise Stuck(f"{op}: {stuck}") from None

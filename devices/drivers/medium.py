@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierloop.devices.drivers.deadlines import Stuck, within
-from tierloop.devices.drivers.engines import LARGEST_TRANSFER, PosixEngine, Target, lost, room
+from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, PosixEngine, Target, lost, room, threadless
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Timeout
 from tierloop.devices.system import PUNCH_HOLE, RESERVE, ZERO_RANGE, FileStatus, System, address_of, from_os
@@ -35,7 +35,7 @@ class Medium:
 
     `why` lists what was wished for and is not so. `bus_address` and `numa_node` come from sysfs, None if not there;
     `in_flight` is how many requests the kernel keeps at a disk; `drive` is there where the kernel passes commands to an
-    NVMe drive on.
+    NVMe drive on; `read_only` says why the kernel takes no writes (empty: it does).
     """
 
     path: str
@@ -49,6 +49,7 @@ class Medium:
     numa_node: int | None = None
     drive: Drive | None = None
     in_flight: int | None = None
+    read_only: str = ""
     _zeroing: list[int] = field(default_factory=lambda: [ZERO_RANGE, PUNCH_HOLE])
 
     def zero(self, offset: int, nbytes: int) -> None:
@@ -134,9 +135,11 @@ def from_zeros(zeros: mmap.mmap, offset: int, nbytes: int, largest: int) -> Piec
 
 
 def patiently(target: Target, op: str, call: Callable[[], None]) -> None:
-    """Make a blocking call with the target's deadline. Raises what it raises, or Timeout."""
+    """Make a blocking call with the target's deadline. Raises what it raises, Timeout, or OutOfMemory (no thread)."""
     try:
         within(target.deadline_s, call)
+    except NoThread as error:
+        raise threadless(target.device, op, error) from error
     except Stuck as stuck:
         raise Timeout(target.device, op, str(stuck), errno.ETIMEDOUT) from stuck
 

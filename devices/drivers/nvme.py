@@ -20,7 +20,8 @@ What must hold beyond the device contract:
   written to.
 - No wait is longer than `deadline_s` without progress. If the kernel does not even give transfers back after that, the
   device is `Gone`, and their memory is kept for as long as the process lives.
-- The medium has one owner; what `close` leaves behind is durable only as far as it was flushed.
+- The medium has one owner, which is one process: in a process that it forks the device is Gone, because the threads
+  behind its queues are not there. What `close` leaves behind is durable only as far as it was flushed.
 
 Options: `path`; `capacity` in bytes (default: all); `create` makes or grows a sparse file; `io` = auto, io_uring,
 posix or ioctl; `direct`; `register` host memory with io_uring; `depth` transfers in flight per queue; `queues`;
@@ -34,6 +35,7 @@ could be done with a path, without changing anything, and `nvme_drives` which dr
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,7 +45,7 @@ from typing import Any
 from tierloop.devices.commands import Command, Flush, Traffic, read_segments, segments, verb, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
-from tierloop.devices.drivers.arena import Arena
+from tierloop.devices.drivers.arena import Arena, whole
 from tierloop.devices.drivers.crew import Crew
 from tierloop.devices.drivers.engines import Counts, Stopped
 from tierloop.devices.drivers.estimates import Costs
@@ -123,9 +125,10 @@ class NvmeDevice:
         self._outcomes: deque[Outcome] = deque()
         self._gone = ""
         self._closing = False
+        self._process = os.getpid()
         self._useful_nbytes = 0
         self._placements = Placements.of(site)
-        warnings, self._read_only = condition(medium.drive)
+        warnings, self._read_only = condition(medium.drive, medium.read_only)
         medium.why += warnings
         self._crew = Crew(
             medium.target,
@@ -182,6 +185,7 @@ class NvmeDevice:
         """
         self._alive("alloc")
         self._writable("alloc")
+        nbytes = whole(self._name, "alloc", nbytes)
         taken = self._arena.grant(nbytes, memory, phantom)
         offset = self._extents.take(nbytes)
         if offset is None:
@@ -202,6 +206,7 @@ class NvmeDevice:
         For memories that outlive a process: nothing is zeroed. Raises OutOfRange, OutOfMemory, Busy (taken), Gone.
         """
         self._alive("adopt")
+        offset, nbytes = whole(self._name, "adopt", offset), whole(self._name, "adopt", nbytes)
         if nbytes < 1 or offset < 0 or offset % self._extents.grid or offset + nbytes > self._extents.capacity:
             raise OutOfRange(
                 self._name,
@@ -224,12 +229,16 @@ class NvmeDevice:
         self._extents.give(self._offsets.pop(region), region.nbytes)
 
     def free(self, region: Region) -> None:
-        """Give a region's bytes back, to the file system as well. Raises OutOfRange, Busy, Gone, MediaError."""
+        """Give a region's bytes back, to the file system as well; a medium that only reads keeps them.
+
+        Raises OutOfRange, Busy, Gone, MediaError.
+        """
         self._alive("free")
         self._arena.remove(region, self._queues.uses(region))
         offset = self._offsets.pop(region)
         try:
-            self._medium.release(offset, self._extents.rounded(region.nbytes))
+            if not self._read_only:
+                self._medium.release(offset, self._extents.rounded(region.nbytes))
         except Timeout:
             raise  # as in alloc: the hole may yet be punched
         except DeviceError:
@@ -264,11 +273,15 @@ class NvmeDevice:
         """Cut running commands short and release the medium; raises the first error that nobody looked at.
 
         Waits for transfers in flight, `deadline_s` and a little at most; if they are still out then, the medium stays
-        open and locked, because the kernel may still write to it.
+        open and locked, because the kernel may still write to it. In a process that was forked, only its copies of
+        the descriptors are closed.
         """
         if self._closing:
             return
         self._closing = True
+        if self._forked:
+            self._medium.close()
+            return
         released = self._crew.leave()
         self.poll()
         self._arena.close()
@@ -289,9 +302,16 @@ class NvmeDevice:
         self._outcomes.append(outcome)
         self._clock.post(self.poll)
 
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._process
+
     def _alive(self, op: str) -> None:
         if self._closing:
             raise Gone(self._name, op, "the device is closed")
+        if self._forked:
+            detail = f"it belongs to process {self._process}, and its threads stayed there when it forked this one"
+            raise Gone(self._name, op, f"{detail}; open a device in the process that uses it")
         if self._gone:
             raise Gone(self._name, op, self._gone)
 

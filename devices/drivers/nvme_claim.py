@@ -28,7 +28,16 @@ from tierloop.devices.drivers.kernel_texts import names_in, number_in, text_in
 from tierloop.devices.drivers.medium import PAGE, close_all
 from tierloop.devices.drivers.nvme_commands import MOST_BLOCKS
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import block_name, controllers_of, in_use, place_of, state_advice
+from tierloop.devices.drivers.nvme_drives import (
+    block_name,
+    controllers_of,
+    in_use,
+    is_read_only,
+    overwritten,
+    place_of,
+    state_advice,
+    zones,
+)
 from tierloop.devices.drivers.nvme_identity import Identity
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.passthrough import PERMISSION_HINT, IoctlEngine
@@ -99,6 +108,7 @@ def open_namespace(device: str, wish: Wish, status: FileStatus, system: System, 
         *(wish.path, claims, capacity, target, namespace, drive, why),
         *place_of(system, controllers),
         in_flight=number_in(system, f"/sys/block/{block_name(generic)}/queue/nr_requests"),
+        read_only=is_read_only(system, f"/sys/block/{block_name(generic)}"),
     )
 
 
@@ -140,6 +150,8 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
     used = in_use(system, folder) if listed else ""
     if used:
         raise Busy(device, "open", f"{used}; its generic device must not be written to", errno.EBUSY)
+    if zoned := zones(system, folder):
+        raise Unsupported(device, "open", f"{generic}: {zoned}")
     try:
         fd = system.open(node, os.O_RDONLY | os.O_EXCL)
     except FileNotFoundError as error:
@@ -161,9 +173,7 @@ def _claim(device: str, generic: str, system: System, undo: ExitStack, why: list
     if listed and text_in(system, f"{folder}/dev") != f"{os.major(number)}:{os.minor(number)}":
         detail = f"{node} is not the block device of {generic}: nobody can tell whether the namespace is in use"
         raise NotPresent(device, "open", detail)
-    parts = [name for name in names_in(system, folder) if number_in(system, f"{folder}/{name}/partition")]
-    if parts:
-        why.append(f"{block} has partitions ({', '.join(parts)}), and allocating overwrites them")
+    why += overwritten(system, folder)
     return {fd}
 
 

@@ -22,7 +22,7 @@ from tierloop.devices.drivers.nvme_commands import (
 from tierloop.devices.drivers.nvme_identity import HEALTH_NBYTES, Health, Identity, identity_of
 from tierloop.devices.drivers.nvme_status import error_of
 from tierloop.devices.drivers.passthrough import Judge, tried
-from tierloop.devices.errors import NoPermission, ProtocolError, Unsupported
+from tierloop.devices.errors import DeviceError, Gone, ProtocolError, Timeout
 from tierloop.devices.system import address_of
 
 _TABLE_NBYTES = 4096
@@ -57,18 +57,20 @@ class Drive:
         return memory[:nbytes]
 
 
-def condition(drive: Drive | None) -> tuple[list[str], str]:
+def condition(drive: Drive | None, read_only: str = "") -> tuple[list[str], str]:
     """What an owner should know of a drive before using it, and why it takes no writes (empty: it does).
 
-    A log that may not be read is one of the things to know, and no error.
+    `read_only` is what the kernel says of that. A log that may not be read is one of the things to know, and no error.
     """
     if drive is None:
-        return [], ""
-    locked = "the namespace is write protected" if drive.identity.write_protected else ""
+        return [read_only] * bool(read_only), read_only
+    locked = "the namespace is write protected" if drive.identity.write_protected else read_only
     try:
         health = drive.health()
-    except (NoPermission, Unsupported, ProtocolError) as error:
+    except (Gone, Timeout):
+        raise
+    except DeviceError as error:
         return [locked] * bool(locked) + [f"the drive's health is not known ({error.detail})"], locked
     warnings = [f"the drive warns: {warning}" for warning in health.warnings] + [locked] * bool(locked)
-    read_only = "the drive says that its media are read-only (critical warning); nothing can be written"
-    return warnings, read_only if health.read_only else locked
+    worn_out = "the drive says that its media are read-only (critical warning); nothing can be written"
+    return warnings, worn_out if health.read_only else locked

@@ -6,15 +6,18 @@ its serial number. `in_use` is what stands between a driver and somebody else's 
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tierloop.devices.drivers.kernel_texts import names_in, number_in, text_in
-from tierloop.devices.system import System, resolved
+from tierloop.devices.system import FileStatus, System, resolved
 
 _GENERIC = re.compile(r"ng(\d+)n(\d+)")
+_ESCAPED = re.compile(r"\\([0-3][0-7]{2})")
+"""How /proc writes spaces in paths."""
 _FACTS = ("model", "serial", "firmware_rev", "state", "transport", "address")
 _STATES = {
     "resetting": "it is being reset; try again when it is live",
@@ -83,7 +86,7 @@ def in_use(system: System, folder: str) -> str:
     """Why nobody may overwrite the disk or partition that a folder of sysfs describes; empty if nothing is known."""
     folder = _where(system, folder)
     name = posixpath.basename(folder)
-    parts = [part for part in names_in(system, folder) if text_in(system, f"{folder}/{part}/partition")]
+    parts = _partitions(system, folder)
     numbers = {text_in(system, f"{place}/dev"): posixpath.basename(place) for place in [folder, *_in(folder, parts)]}
     numbers.pop("", None)
     nodes = {f"/dev/{each}" for each in (name, *parts)}
@@ -99,6 +102,50 @@ def in_use(system: System, folder: str) -> str:
         holders = names_in(system, f"{place}/holders")
         if holders:
             return f"{posixpath.basename(place)} is held by {', '.join(holders)}"
+    for loop, backing in _loops(system):
+        number = f"{os.major(backing.device)}:{os.minor(backing.device)}"
+        if backing.kind == "block device" and number in numbers:
+            return f"{numbers[number]} is what {loop} is made of"
+    return ""
+
+
+def overwritten(system: System, folder: str) -> list[str]:
+    """What an owner of the disk that a folder of sysfs describes should know: partitions that nobody uses."""
+    folder = _where(system, folder)
+    parts = _partitions(system, folder)
+    name = posixpath.basename(folder)
+    return [f"{name} has partitions ({', '.join(parts)}), and allocating overwrites them"] if parts else []
+
+
+def is_read_only(system: System, folder: str) -> str:
+    """Why the kernel takes no writes to the disk or partition that a folder of sysfs describes; empty if it does."""
+    if number_in(system, f"{folder}/ro") != 1:
+        return ""
+    name = posixpath.basename(_where(system, folder))
+    return f"the kernel has {name} set to read-only; `blockdev --setrw /dev/{name}` may change that"
+
+
+def zones(system: System, folder: str) -> str:
+    """Why the disk that a folder of sysfs describes cannot be written at any place; empty if it can."""
+    said = text_in(system, f"{folder}/queue/zoned") or text_in(system, f"{folder}/../queue/zoned")
+    if said.strip() != "host-managed":
+        return ""
+    return "the disk has zones that are written from their beginning (zoned = host-managed); every block must be free"
+
+
+def file_in_use(system: System, status: FileStatus) -> str:
+    """Why nobody may overwrite a file: it is the disk behind a loop device, or swapped to. Empty if nothing is known.
+
+    Neither keeps anybody from opening the file and writing into somebody's file system.
+    """
+    for name, backing in _loops(system):
+        if backing == status:
+            used = in_use(system, f"/sys/block/{name}")
+            return f"{name} is a disk made of this file" + (f", and {used}" if used else "")
+    for line in text_in(system, "/proc/swaps").splitlines():
+        path = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), line.split(" ", 1)[0].split("\t", 1)[0])
+        if path.startswith("/") and _at(system, path) == status:
+            return "this file is swapped to"
     return ""
 
 
@@ -145,6 +192,26 @@ def _namespace(system: System, name: str) -> NvmeNamespace:
         512 * (number_in(system, f"/sys/block/{name}/size") or 0),
         in_use(system, f"/sys/block/{name}") if has_block else "",
     )
+
+
+def _partitions(system: System, folder: str) -> list[str]:
+    return [part for part in names_in(system, folder) if text_in(system, f"{folder}/{part}/partition")]
+
+
+def _loops(system: System) -> Iterator[tuple[str, FileStatus]]:
+    """Loop devices, and what each is a disk of: a file, or another disk, which it does not claim."""
+    for name in names_in(system, "/sys/block"):
+        backing = text_in(system, f"/sys/block/{name}/loop/backing_file")
+        status = _at(system, backing) if backing else None
+        if status is not None:
+            yield name, status
+
+
+def _at(system: System, path: str) -> FileStatus | None:
+    try:
+        return system.stat(path)
+    except (OSError, ValueError):
+        return None
 
 
 def _in(folder: str, names: list[str]) -> list[str]:

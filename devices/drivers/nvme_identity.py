@@ -105,14 +105,12 @@ def identity_of(device: str, nsid: int, controller: bytes, namespace: bytes) -> 
     """Read and check the two tables. Raises ProtocolError or Unsupported with what was found."""
     (optional,) = struct.unpack_from("<H", controller, 520)
     blocks, _, _ = struct.unpack_from("<QQQ", namespace)
-    features, _, layout = namespace[24:27]
+    features = namespace[24]
     shift = _block_shift(device, namespace)
     if blocks == 0:
         raise ProtocolError(device, "identify", f"namespace {nsid} has 0 blocks: it is not active, or not formatted")
     if blocks << shift > _LARGEST_MEDIUM:
         raise ProtocolError(device, "identify", f"{blocks} blocks of {1 << shift} bytes are more than 2^62 bytes")
-    if layout & 0x10:
-        raise Unsupported(device, "identify", "metadata at the end of every block; a format without is needed")
     mdts = controller[77]
     if mdts > _LARGEST_MDTS:
         raise ProtocolError(
@@ -141,12 +139,16 @@ def identity_of(device: str, nsid: int, controller: bytes, namespace: bytes) -> 
 def _block_shift(device: str, namespace: bytes) -> int:
     """The power of two of the block size, from the format in use."""
     last, layout = namespace[25], namespace[26]
-    index = layout & 0x0F | (layout & 0x60) >> 1
+    index = layout & 0x0F
+    if last >= 16:  # the upper bits mean something only where there are more formats than the lower ones can name
+        index |= (layout & 0x60) >> 1
     if index > max(last, 0) or index >= 64:
         raise ProtocolError(device, "identify", f"block format {index} is in use, and the last one is {last}")
     metadata, shift, _ = struct.unpack_from("<HBB", namespace, 128 + 4 * index)
     if metadata:
-        raise Unsupported(device, "identify", f"{metadata} bytes of metadata per block; a format without is needed")
+        where = ", at the end of each" if layout & 0x10 else ""
+        detail = f"{metadata} bytes of metadata per block{where}; a format without is needed"
+        raise Unsupported(device, "identify", detail)
     if not _SMALLEST_SHIFT <= shift <= _LARGEST_SHIFT:
         kind = ProtocolError if shift < _SMALLEST_SHIFT else Unsupported
         raise kind(

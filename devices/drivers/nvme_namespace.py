@@ -47,6 +47,7 @@ class NamespaceMedium:
     numa_node: int | None = None
     direct: bool = True
     in_flight: int | None = None
+    read_only: str = ""
 
     def __post_init__(self) -> None:
         self._judge = Judge(self.target, self.namespace)

@@ -72,11 +72,17 @@ class Options:
         return {op: (self.latency_ns, rate) for op, rate in rates.items() if rate}
 
 
+def is_path(value: Any) -> bool:
+    """Whether it is a string that the operating system can take for a path."""
+    try:
+        return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
+
+
 def _wrong(key: str, value: Any) -> str | None:
     if key in ("path", "folder"):
-        return (
-            None if isinstance(value, str) and value and "\0" not in value else "a path is a string that is not empty"
-        )
+        return None if is_path(value) else "a path is a string that is not empty"
     if key == "io":
         return None if value in _CHOICES else f"one of {', '.join(_CHOICES)}"
     if key in ("create", "direct", "register"):

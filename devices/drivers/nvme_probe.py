@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.nvme_drive import condition
+from tierloop.devices.drivers.nvme_options import is_path
 from tierloop.devices.drivers.opening import open_medium
 from tierloop.devices.drivers.passthrough import CommandEntries
 from tierloop.devices.drivers.ring import refusal
@@ -33,7 +34,7 @@ def probe(path: str, system: System = HOST, deadline_s: float = 10.0) -> list[Re
     creates nothing. A path that is in use by an opened device, mounted or held is reported as busy; a drive that warns
     is a reason as well. Raises nothing but programming errors.
     """
-    if not path or "\0" in path:
+    if not is_path(path):
         return [Reason(f"nvme: path = {path!r}: a path is a string that is not empty, without a zero byte", fatal=True)]
     with ExitStack() as undo:
         try:
@@ -45,7 +46,7 @@ def probe(path: str, system: System = HOST, deadline_s: float = 10.0) -> list[Re
         remains = "pread and pwrite remain" if namespace is None else "ioctl remains, one command at a time"
         reasons = [Reason(why) for why in medium.why]
         try:
-            reasons += [Reason(why) for why in condition(medium.drive)[0]]
+            reasons += [Reason(why) for why in condition(medium.drive, medium.read_only)[0]]
             UringEngine(medium.target, 32, entries).close()
         except DeviceError as error:
             reasons.append(Reason(str(error), fatal=True))

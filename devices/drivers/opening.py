@@ -29,7 +29,15 @@ from tierloop.devices.drivers.kernel_texts import number_in, number_of
 from tierloop.devices.drivers.medium import PAGE, Medium, close_all, patiently
 from tierloop.devices.drivers.nvme_claim import open_namespace
 from tierloop.devices.drivers.nvme_drive import Drive
-from tierloop.devices.drivers.nvme_drives import controllers_of, in_use, place_of
+from tierloop.devices.drivers.nvme_drives import (
+    controllers_of,
+    file_in_use,
+    in_use,
+    is_read_only,
+    overwritten,
+    place_of,
+    zones,
+)
 from tierloop.devices.drivers.nvme_namespace import NamespaceMedium
 from tierloop.devices.drivers.page_cache import why_not_known
 from tierloop.devices.drivers.wish import Wish
@@ -61,6 +69,8 @@ def _open_file(device: str, wish: Wish, found: FileStatus | None, system: System
     medium.bus_address, medium.numa_node = _place(system, status)
     if status.kind == "block device":
         _question(medium, system)
+        medium.why += overwritten(system, _queue_folder(status)[0])
+        medium.read_only = is_read_only(system, _queue_folder(status)[0])
         medium.in_flight = number_in(system, f"{_queue_folder(status)[0]}/queue/nr_requests")
         largest = (number_in(system, f"{_queue_folder(status)[0]}/queue/max_hw_sectors_kb") or 0) * 1024
         if PAGE <= largest < target.largest:
@@ -81,13 +91,19 @@ def _claim(
     flags = os.O_RDWR
     if status is None:
         flags |= os.O_CREAT | os.O_EXCL
-    elif status.kind == "block device":
-        used = in_use(system, _queue_folder(status)[0])
+    else:
+        block = status.kind == "block device"
+        used = in_use(system, _queue_folder(status)[0]) if block else file_in_use(system, status)
         if used:
-            raise Busy(device, "open", used, errno.EBUSY)
-        flags |= os.O_EXCL
+            raise Busy(device, "open", f"{wish.path}: {used}", errno.EBUSY)
+        if block and (zoned := zones(system, _queue_folder(status)[0])):
+            raise Unsupported(device, "open", f"{wish.path}: {zoned}")
+        flags |= os.O_EXCL if block else 0
     try:
         control = system.open(wish.path, flags)
+    except FileExistsError as error:
+        detail = f"{wish.path}: there is a link that leads nowhere, or somebody else has just created a file"
+        raise Busy(device, "open", detail, errno.EEXIST) from error
     except OSError as error:
         raise unopened(device, wish.path, error) from error
     undo.callback(close_all, system, {control})

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable
 from functools import partial
 
-from tierloop.devices.drivers.deadlines import Stuck, within
+from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
 from tierloop.devices.drivers.engines import (
     LARGEST_TRANSFER,
     UNCLEAR,
@@ -129,7 +129,7 @@ class Judge:
 
         try:
             within(min(target.deadline_s, _SEARCH_S), look)
-        except (OSError, Stuck):
+        except (OSError, NoThread, Stuck):
             return None
         return found[0] if found else None
 

@@ -25,6 +25,7 @@ import platform
 import struct
 from contextlib import suppress
 
+from tierloop.devices.drivers.kernel_texts import text_in
 from tierloop.devices.drivers.nvme_commands import PAYLOAD
 from tierloop.devices.system import SYS_IO_URING_ENTER, SYS_IO_URING_SETUP, System, address_of
 
@@ -197,7 +198,7 @@ def refusal(system: System, error: OSError) -> str:
     if error.errno == errno.ENOSYS:
         advice = "this kernel or container has no io_uring"
     elif error.errno in (errno.EPERM, errno.EACCES):
-        disabled = _read(system, "/proc/sys/kernel/io_uring_disabled")
+        disabled = text_in(system, "/proc/sys/kernel/io_uring_disabled")
         if disabled in ("1", "2"):
             advice = f"kernel.io_uring_disabled is {disabled}; `sysctl kernel.io_uring_disabled=0` allows it"
         else:
@@ -211,12 +212,8 @@ def refusal(system: System, error: OSError) -> str:
 
 def locked_limit(system: System) -> str:
     """How many bytes this process may lock (RLIMIT_MEMLOCK), as the kernel says it."""
-    lines = (_read(system, "/proc/self/limits") or "").splitlines()
-    return next((line.split()[3] for line in lines if line.startswith("Max locked memory")), "unknown")
-
-
-def _read(system: System, path: str) -> str | None:
-    try:
-        return system.read_text(path)
-    except OSError:
-        return None
+    for line in text_in(system, "/proc/self/limits").splitlines():
+        words = line.split()
+        if line.startswith("Max locked memory") and len(words) > 3:
+            return words[3]
+    return "unknown"

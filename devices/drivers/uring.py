@@ -19,6 +19,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
+from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.engines import (
     LARGEST_TRANSFER,
@@ -57,6 +58,9 @@ _ABANDONED: list[UringEngine] = []
 """Engines with transfers that the kernel did not give back: their memory is kept until the process ends."""
 
 _NO_BUFFER = -1
+
+_LEAST_S = 1e-6
+"""A rest of a deadline that is shorter is over."""
 
 
 @dataclass(slots=True)
@@ -146,6 +150,7 @@ class UringEngine:
         self._bounce: mmap.mmap | None = None
         self._bounce_at = 0
         self._flying: dict[int, Flight] = {}
+        self._clock = WallClock()
         try:
             self._self_test()
         except (OSError, DeviceError):
@@ -282,20 +287,25 @@ class UringEngine:
         return None
 
     def _wait(self, op: str, wait_for: int) -> list[tuple[int, Flight, int]]:
-        """Enter until at least one transfer has come back: (slot, flight, result). Raises Timeout or Stuck."""
-        tries = 0
+        """Enter until at least one transfer has come back: (slot, flight, result). Raises Timeout or Stuck.
+
+        However often it is entered, the deadline of the whole wait is one.
+        """
+        tries, began, left_s = 0, self._clock.now(), self._target.deadline_s
         while True:
             number = 0
             try:
-                self._ring.enter(wait_for, self._target.deadline_s)
+                self._ring.enter(wait_for, left_s)
             except OSError as error:
                 number = error.errno or 0
             back = self._reap()
             if back:
                 return back
             tries += 1
-            if number not in _AGAIN or tries > self._target.retries:
-                self._give_up(op, number)
+            # a call that has submitted something does not say that its time was up
+            left_s = self._target.deadline_s - (self._clock.now() - began) / 1e9
+            if number not in _AGAIN or left_s < _LEAST_S or tries > self._target.retries:
+                self._give_up(op, number, tries if left_s >= _LEAST_S else 0)
             self.counts.retried += 1
             back_off(self._target, tries)
 
@@ -307,8 +317,11 @@ class UringEngine:
                 back.append((user_data, flight, result))
         return back
 
-    def _give_up(self, op: str, number: int) -> NoReturn:
-        """Nothing came back: take the transfers out of the kernel's hands, then raise; Stuck if it does not let go."""
+    def _give_up(self, op: str, number: int, tries: int) -> NoReturn:
+        """Nothing came back: take the transfers out of the kernel's hands, then raise; Stuck if it does not let go.
+
+        `tries` is how often the ring was entered in vain where that, and not the time, was at its end.
+        """
         target, count = self._target, len(self._flying)
         self.counts.timeouts += 1
         for slot in self._ring.withdraw():
@@ -329,5 +342,8 @@ class UringEngine:
             raise Stuck(f"{op}: {len(self._flying)} of {count} transfers neither came back nor could be cancelled")
         if number in (errno.ETIME, *_AGAIN):
             detail = f"none of {count} transfers came back within {target.deadline_s:g} s"
+            if tries and number not in (0, errno.ETIME):
+                name = errno.errorcode[number]
+                detail = f"none of {count} transfers came back: io_uring_enter was put off {tries} times ({name})"
             raise Timeout(target.device, op, detail, number or errno.ETIME)
         raise from_os(target.device, op, OSError(number, ""), f"io_uring_enter with {count} transfers")

@@ -24,8 +24,8 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers import guard
-from tierloop.devices.drivers.deadlines import Stuck
-from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room
+from tierloop.devices.drivers.deadlines import NoThread, Stuck, begin
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room, threadless
 from tierloop.devices.drivers.failures import as_device_error
 from tierloop.devices.drivers.page_cache import PageCache
 from tierloop.devices.drivers.pieces import (
@@ -89,11 +89,14 @@ class Worker:
         self._thread = threading.Thread(target=self._live, name=f"tierloop-{target.device}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and wait for its engine. Raises what making the engine raised."""
-        self._thread.start()
-        error = self._opened.get()
-        if error is not None:
-            raise error
+        """Start the thread and wait for its engine. Raises what making the engine raised, OutOfMemory (no thread)."""
+        try:
+            begin(self._thread)
+        except NoThread as error:
+            raise threadless(self._target.device, "open", error) from error
+        failed = self._opened.get()
+        if failed is not None:
+            raise failed
 
     def hand(self, completion: Completion) -> None:
         """Hand a command over."""

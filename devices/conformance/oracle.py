@@ -251,7 +251,7 @@ def states(
                 if rounded:
                     above, h = float(np.log(p.sum())), ROUNDOFF[rounded]
                     made.above[i, t, g] = above
-                    made.m_error[i, t, g] += 2 * ds + (4 * len(p) + 18) * u + 4 * u * above
+                    made.m_error[i, t, g] += ds - off.max() + (4 * len(p) + 8 * partials + 18 + 4 * above) * u
                     more = (4 * len(p) - 2 * split_tokens) * u + 4 * u * (abs(m) + above)
                     made.relative[i, t, g] = (1 + made.relative[i, t, g] + max(more, 0.0)) * (1 + h) ** 2 - 1
                     lost = h * SMALLEST_NORMAL[rounded] * (np.abs(v).sum(axis=0) + p.sum())

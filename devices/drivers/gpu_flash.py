@@ -47,7 +47,7 @@ class TorchFlash:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, first: Int64, lengths: Int64, scale: float
     ) -> tuple[Tensor, Tensor]:
-        n, queries, dim = q.shape
+        torch, (n, queries, dim) = self._torch, q.shape
         ends, used = first + lengths, None
         if (first[1:] != ends[:-1]).any():
             used = self._int32(lengths)
@@ -55,7 +55,7 @@ class TorchFlash:
             query=q.reshape(n * queries, 1, dim),
             key=k[:, None],
             value=v[:, None],
-            cum_seq_q=self._int32(np.arange(n + 1, dtype=np.int64) * queries),
+            cum_seq_q=torch.arange(0, (n + 1) * queries, queries, dtype=torch.int32, device=q.device),
             cum_seq_k=self._int32(np.append(first, ends[-1])),
             max_q=queries,
             max_k=int(lengths.max()),
@@ -104,15 +104,14 @@ class FlashInfer:
             q_data_type=q.dtype,
         )
         output, lse = wrapper.run(q.reshape(n * queries, 1, dim), k[:, None], v[:, None], return_lse=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._used.append((wrapper, event))
+        now_on = torch.cuda.current_stream(self._accelerator.device)
+        self._used.append((wrapper, self._accelerator.record(now_on)))
         return output.view(n, queries, dim), lse.reshape(n, queries)
 
     def _wrapper(self) -> Any:
         """One whose last batch is done, or a new one: there are as many as batches that are out at once."""
         for i, (wrapper, event) in enumerate(self._used):
-            if event.query():
+            if self._accelerator.done(event):
                 del self._used[i]
                 return wrapper
         workspace = self._torch.empty(WORKSPACE_NBYTES, dtype=self._torch.uint8, device=self._accelerator.device)

@@ -237,7 +237,8 @@ class _Lying:
             return [_aligned(part) for part in parts], low - first
         stretch = np.searchsorted(self.borders, low, side="right") - 1
         places = self.starts[stretch] + low - self.borders[stretch]
-        return [slab[base : base + self._most * self._nbytes] for base in self.bases], places
+        first, end = int(places.min()) * self._nbytes, self._most * self._nbytes
+        return [slab[base + first : base + end] for base in self.bases], places - places.min()
 
 
 def _where_they_lie(rows: Rows, keys: Int64, values: Int64, nbytes: int, anywhere: bool) -> _Lying:

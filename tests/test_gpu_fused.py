@@ -203,6 +203,17 @@ def test_a_long_root_is_cut_into_sequences_that_fill_a_gpu(monkeypatch: pytest.M
     assert [call.sequences for call in accelerator.handed] == [5], "64 rows each"
 
 
+def test_no_launch_has_more_sequences_than_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_fused, "_MOST_SEQUENCES", 3)
+    case, accelerator = case_of(num_sequences=4, num_kv_heads=2, tokens=9), Watched()
+    on, rows = rig(accelerator=accelerator), case.all_rows()
+    accelerator.handed.clear()
+    roots = case.roots_of(rows)
+    is_right(case, rows, roots, attended(on, case, case.layout(rows), roots))
+    assert max(call.sequences for call in accelerator.handed) <= 3
+    assert sum(call.sequences for call in accelerator.handed) == 8
+
+
 @pytest.mark.parametrize("kind", ["dense", "rows"])
 @pytest.mark.parametrize("kernel", ["flash", "flashinfer"])
 def test_little_room_means_more_launches_and_the_same_states(

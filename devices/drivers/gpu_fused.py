@@ -52,6 +52,8 @@ _GRID = 16
 """Bytes: what kernels load at once."""
 _NBYTES = 2
 _MOST_ROWS = 1 << 31
+_MOST_SEQUENCES = 65_535
+"""A launch on a GPU has no more blocks of threads in the direction in which kernels count sequences."""
 Answer = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Output and log-sum-exp."""
 
@@ -84,6 +86,7 @@ def attend(args: Attend, reads: list[Int64], writes: list[Int64], room: int, fus
     returned = Returned(args, rows, writes[0], size, lying.borders)
     queries, dtype, per_query = Place(reads[0]), DTYPES[args.dtype], 16 * args.head_dim * args.q_len * args.group
     per_sequence = per_query + (0 if lying.bases else 8 * nbytes * returned.tiles.size)
+    per_sequence = max(per_sequence, room // _MOST_SEQUENCES + 1)
 
     def work(slab: Tensor, upload: Upload) -> None:
         q = by_head(args, queries.load(slab, upload)).to(dtype)

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import oracle
-from tests.attention_case import Case, Layout, whole
+from tests.attention_case import Case, Layout, bytes_of, whole
 from tests.gpu_rig import Rig
 from tests.test_gpu_kernels import alike, defined, on_the_gpu
 from tierloop.devices import states
 from tierloop.devices.clocks import WallClock
-from tierloop.devices.commands import Launch
+from tierloop.devices.commands import Launch, Operand
 from tierloop.devices.conformance import run
 from tierloop.devices.conformance.problems import SHAPES, problem
 from tierloop.devices.device import Device
@@ -36,7 +36,9 @@ from tierloop.devices.drivers.gpu_tiles import Tiles
 from tierloop.devices.errors import ConfigurationError, ProtocolError, Timeout, Unsupported
 from tierloop.devices.info import Arithmetic
 from tierloop.devices.kernels.contract import DType
+from tierloop.devices.regions import Segment
 from tierloop.devices.site import Site
+from tierloop.devices.spans import Spans
 from tierloop.emulators.host_accelerator import HostAccelerator, HostFlash
 
 MIB = 1 << 20
@@ -303,6 +305,58 @@ def test_long_stretches_stay_where_they_lie_if_the_kernel_takes_gaps(anywhere: b
     is_right(case, rows, roots, attended(on, case, case.layout(rows, "paged", page=100), roots))
     assert [call[:2] for call in accelerator.handed] == [(anywhere is True, anywhere is True)]
     assert ("long stretches" in on.device.info.notes["attention"]) == (anywhere is True)
+
+
+def shifted(operand: Operand, by: int, turned: bool) -> Operand:
+    """The same rows, all of them so many bytes further, and the two halves of the region the other way round."""
+    ((region, spans),) = operand
+    half = region.nbytes // 2
+    held = np.roll(bytes_of(region), half) if turned else bytes_of(region)
+    offsets = (spans.array[:, 0] + half * turned) % region.nbytes + by
+    memory = np.concatenate([np.full(by, 0xEE, np.uint8), held])
+    return (Segment(whole(memory)[0].region, Spans(np.stack([offsets, spans.array[:, 1]], axis=1))),)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "stay"),
+    [
+        ((0, False), (0, False), (True, True)),
+        ((64, False), (96, False), (True, True)),  # another beginning each, and the same order
+        ((0, True), (0, True), (True, True)),
+        ((0, False), (0, True), (True, False)),  # another order: values are gathered
+        ((8, False), (0, False), (False, True)),  # off the grid that kernels load by
+        ((0, False), (8, False), (True, False)),
+    ],
+)
+def test_what_lies_in_another_order_or_off_the_grid_of_kernels_is_gathered(
+    keys: tuple[int, bool], values: tuple[int, bool], stay: tuple[bool, bool]
+) -> None:
+    case, accelerator = case_of(tokens=200, num_kv_heads=2), Watched()
+    on, rows = rig("flash", accelerator), case.all_rows()
+    accelerator.handed.clear()
+    place, roots = case.layout(rows, "dense"), case.roots_of(rows)
+    place = Layout(place.runs, shifted(place.keys, *keys), shifted(place.values, *values))
+    is_right(case, rows, roots, attended(on, case, place, roots))
+    assert [call[:2] for call in accelerator.handed] == [stay]
+
+
+def test_rows_with_gaps_off_their_own_grid_are_gathered() -> None:
+    case, accelerator = case_of(tokens=200, num_kv_heads=2), Watched()
+    on, rows = rig("flash", accelerator), case.all_rows()
+    accelerator.handed.clear()
+    roots, place = case.roots_of(rows), case.layout(rows, "dense")
+    apart = [_apart(operand, 16) for operand in (place.keys, place.values)]  # half a row of 32 bytes
+    is_right(case, rows, roots, attended(on, case, Layout(place.runs, *apart), roots))
+    assert [call[:2] for call in accelerator.handed] == [(False, False)]
+
+
+def _apart(operand: Operand, gap: int) -> Operand:
+    """The same rows with a gap between the two runs."""
+    ((region, spans),) = operand
+    first, second = spans.array.tolist()
+    held = bytes_of(region)
+    memory = np.concatenate([held[: first[1]], np.full(gap, 0xEE, np.uint8), held[first[1] :]])
+    return (Segment(whole(memory)[0].region, Spans([tuple(first), (second[0] + gap, second[1])])),)
 
 
 # What is not finite

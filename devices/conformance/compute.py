@@ -86,7 +86,8 @@ def check_empty_parts_are_identities(subject: Subject) -> None:
     for lane in subject.kernel_lanes("attend"):
         for dtype in sorted(lane.executor.dtypes):
             shape = Shape(dtype, tokens=40, q_len=2)  # type: ignore[arg-type]  # a dtype of the device
-            for q_len in (2, 1):
+            fused = dtype in Bench(subject, lane).arithmetic.fused
+            for q_len in (2, 1) if fused else (2,):  # of two queries the first hides a row, which fits no fused kernel
                 given = problem(replace(shape, q_len=q_len), subject.rng)
                 beyond = np.concatenate([given.top_roots(), [[0, 0, 0, 7], [1, 1, 2, 3]]]).astype(np.int64)
                 got = _attend(subject, lane, given, beyond, f"roots without rows, {dtype}")

@@ -82,6 +82,9 @@ class Arithmetic:
     bits. `accumulator` and `exp` name the float type of sums and of the exponential; `wire` that of states.
     Without `cut_invariant` the order of sums depends on the launch: its results keep the bound, and not the bits, when
     rows are cut into other runs, roots or launches.
+    `fused` names types of rows for which `attend` may be carried out by a kernel that rounds queries, weights and
+    outputs to that type, wherever head_dim and head_dim_v are equal and there is no window and no soft-cap. Its states
+    have the value of others and another m (kernels/contract.py).
     """
 
     microkernel: str
@@ -89,6 +92,7 @@ class Arithmetic:
     exp: Literal["float16", "float32", "float64"] = "float32"
     wire: Literal["float16", "float32"] = "float32"
     cut_invariant: bool = True
+    fused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,18 @@ questions.
 `hold` keeps events from being done. What is enqueued `beside` another GPU's stream comes after all that this stream has
 so far, and what comes there later comes after it, as in CUDA. Memory is finite: `capacity` bytes, of which slabs take
 theirs. New slabs are full of a pattern, not of zeros. Stand-ins of one `Board` reach each other's memory.
+
+Fused attention is the flash attention that torch has for the host's cores, whose queries, weights and outputs have 16
+bits as on a GPU. `bases` has, for each kernel that is there, the base of the log-sum-exp that it returns, which may be
+another than it says. `anywhere` says what becomes of sequences with gaps between them: they work (True), are refused
+(False), or are taken as if there were none (None).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Literal
@@ -26,10 +32,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierloop.devices.drivers.gpu_runtime import Accelerator
+from tierloop.devices.drivers.gpu_runtime import Accelerator, FusedKernel
 
 _PATTERN = 0xC7
 _NS_PER_WORK = 1_000
+_BASES = {"flash": math.e, "flashinfer": 2.0}
+"""What the kernels on GPUs have."""
 
 
 @dataclass(eq=False)
@@ -54,6 +62,45 @@ class Event:
     questions: int = 0
 
 
+class HostFlash:
+    """Flash attention on the host's cores, sequence by sequence, as a GPU would answer."""
+
+    head_dims = frozenset(range(8, 257, 8))
+
+    def __init__(self, kernel: str, base: float, anywhere: bool | None) -> None:
+        self.name = f"{kernel} on the host's cores"
+        self.base = _BASES[kernel]
+        self.anywhere = kernel == "flash"
+        self.launches = 0
+        self._true_base, self._works_anywhere = base, anywhere
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, first: NDArray[np.int64], lengths: NDArray[np.int64], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if first[0] != 0 or (first[1:] != (first + lengths)[:-1]).any():
+            if not self.anywhere or self._works_anywhere is False:
+                raise RuntimeError("sequences with gaps between them are refused, as the test asked for")
+            if self._works_anywhere is None:
+                first = np.cumsum(lengths) - lengths
+        assert len({q.dtype, k.dtype, v.dtype}) == 1, "one type for all"
+        assert not any(x.data_ptr() % 16 for x in (k, v)), "rows are loaded by 16 bytes"
+        assert lengths.min() > 0, "a sequence without rows ends the process"
+        self.launches += 1
+        parts = [
+            self._one(q[i], k[a : a + n], v[a : a + n], scale)
+            for i, (a, n) in enumerate(zip(first, lengths, strict=True))
+        ]
+        output, lse = (torch.stack(part) for part in zip(*parts, strict=True))
+        return output, lse / math.log(self._true_base)
+
+    def _one(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = flash(q[None, None], k[None, None], v[None, None], scale=scale)
+        # Where no row counts, the kernel for cores answers 0, which may be a number; that for GPUs answers +inf.
+        nothing = (q.float() @ k.float().T * scale == -torch.inf).all(dim=1)
+        return output[0, 0], torch.where(nothing, torch.inf, lse[0, 0])
+
+
 @dataclass
 class Board:
     """GPUs that reach each other."""
@@ -74,6 +121,8 @@ class HostAccelerator:
         name: str = "host:0",
         eager: bool = False,
         questions: int = 3,
+        bases: Mapping[str, float] = _BASES,
+        anywhere: bool | None = True,
     ) -> None:
         self.name = name
         self.device = torch.device("cpu")
@@ -83,6 +132,7 @@ class HostAccelerator:
         self._taken = 0
         self._eager = eager
         self._questions = questions
+        self._kernels = {kernel: HostFlash(kernel, base, anywhere) for kernel, base in bases.items()}
         self._streams: list[Stream] = []
         self._now_ns = 0
         self._failures: deque[Literal["memory", "lost"]] = deque()
@@ -211,6 +261,11 @@ class HostAccelerator:
             at += 1
         result[0] = line
         result[1] = at < len(lines) or not 0 <= line < len(lines)
+
+    def fused(self, kernel: str) -> FusedKernel:
+        if kernel not in self._kernels:
+            raise RuntimeError(f"this stand-in has no {kernel}, as the test asked for")
+        return self._kernels[kernel]
 
     def register(self, array: NDArray[np.uint8]) -> None:
         self._alive()

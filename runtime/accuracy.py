@@ -27,7 +27,7 @@ from tierloop.runtime.compare import find_policy
 from tierloop.runtime.decoder import Decoder
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.model_shapes import cache_shape
-from tierloop.runtime.oracle import Recall, Recorder, Verdict
+from tierloop.runtime.oracle import Recall, Recorder, Verdict, rounded_to
 from tierloop.runtime.policy import Policy, Request, check_options, make
 from tierloop.runtime.stages import Prefill
 from tierloop.runtime.statistics import mean_ci95, wilson_ci95
@@ -253,7 +253,7 @@ def _hear(cell: Cell, shape: KVShape, variant: _Variant, platform: Platform, pre
     engine = Engine(platform, shape)
     policy = make(variant.kind, engine, variant.options)
     platform.site.observers.append(policy.observe)
-    recorder = Recorder(shape, cell.stages.scale, cell.layers)
+    recorder = Recorder(shape, cell.stages.scale, cell.layers, rounded_to(platform, shape))
     decoder = Decoder(cell.stages, engine, policy, recorder=recorder)
     first = len(prefill.tokens)
     request = Request("request", [*prefill.tokens, prefill.first_token], first + case.num_steps + 1)

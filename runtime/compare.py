@@ -25,7 +25,7 @@ from tierloop.runtime.ledger import Ledger
 from tierloop.runtime.model_shapes import ShapeStages, cache_shape
 from tierloop.runtime.models import Model
 from tierloop.runtime.modules import Modules
-from tierloop.runtime.oracle import Recorder, Verdict
+from tierloop.runtime.oracle import Recorder, Verdict, rounded_to
 from tierloop.runtime.policy import Policy, Request, make
 from tierloop.runtime.prefill import Dense, end_tokens, generate_dense, text_of
 from tierloop.runtime.results import Comparison, PolicyResult
@@ -184,7 +184,7 @@ class _Run:
         self._engine = Engine(platform, shape, decisions=decisions)
         self._policy = make(kind, self._engine, wanted.options)
         platform.site.observers.append(self._policy.observe)
-        self._recorder = Recorder(shape, modules.scale) if oracle else None
+        self._recorder = Recorder(shape, modules.scale, rounded=rounded_to(platform, shape)) if oracle else None
         self._decoder = Decoder(modules, self._engine, self._policy, recorder=self._recorder)
         self._ledger, self._writes = Ledger(platform), TierWrites()
         platform.site.observers += [self._ledger, self._writes]

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tierloop.devices.platform import Platform
 from tierloop.runtime.blocks import KVShape
-from tierloop.runtime.bounds import output_bound, softmax
+from tierloop.runtime.bounds import ROUNDED, output_bound, softmax
 from tierloop.runtime.dtypes import exact_keys, exact_values, keys_to_bytes, values_to_bytes
 from tierloop.runtime.policy import Predicted
 from tierloop.runtime.stages import Prefill
@@ -119,12 +120,15 @@ class _Errors:
 class Recorder:
     """Watches a decoder; asks it for nothing. One per run.
 
-    `layers` names the layers that are recorded and checked, for runs whose rows do not fit twice; None: all.
+    `layers` names the layers that are recorded and checked, for runs whose rows do not fit twice; None: all. `rounded`
+    is what `rounded_to` says of the platform.
     """
 
-    def __init__(self, shape: KVShape, scale: float, layers: Collection[int] | None = None) -> None:
+    def __init__(self, shape: KVShape, scale: float, layers: Collection[int] | None = None, rounded: str = "") -> None:
         self._shape = shape
         self._scale = scale
+        self._rounded = rounded
+        self._added = ROUNDED[rounded][1] if rounded else 0.0
         self._layers = range(shape.num_layers) if layers is None else frozenset(layers)
         self._requests: dict[str, _Rows] = {}
 
@@ -214,7 +218,7 @@ class Recorder:
         dense = np.einsum("gn,nd->gd", weights, values)
         mass = topk = share = 1.0
         chosen = None
-        taken, magnitudes = logits, np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+        taken, magnitudes = logits, np.einsum("gd,nd->gn", np.abs(query) + self._added, np.abs(keys))
         if step.attended is not None:
             chosen = _positions(step.attended[head], step.unit, visible)
             mass, share = float(weights[:, chosen].sum(axis=1).mean()), len(chosen) / visible
@@ -228,7 +232,9 @@ class Recorder:
             taken, magnitudes, values = taken[:, chosen], magnitudes[:, chosen], values[chosen]
             expected = np.einsum("gn,nd->gd", softmax(taken), values)
         merges = len(np.unique(chosen // shape.split_tokens))
-        bound = output_bound(magnitudes, taken, values, query.shape[1], self._scale, shape.split_tokens, merges)
+        bound = output_bound(
+            magnitudes, taken, values, query.shape[1], self._scale, shape.split_tokens, merges, self._rounded
+        )
         off = np.linalg.norm(output - dense, axis=1) / np.maximum(np.linalg.norm(dense, axis=1), np.finfo(float).tiny)
         recall = Recall(len(output), mass, topk, share, float(off.mean()))
         return _errors(output, expected, bound, float(np.abs(output - dense).max())), recall
@@ -242,8 +248,15 @@ class Recorder:
         query, keys = predicted.queries[group].astype(np.float64), codes[positions]
         taken = logits.copy()
         taken[:, positions] = self._scale * np.einsum("gd,nd->gn", query, keys)
-        magnitudes[:, positions] = np.einsum("gd,nd->gn", np.abs(query), np.abs(keys))
+        magnitudes[:, positions] = np.einsum("gd,nd->gn", np.abs(query) + self._added, np.abs(keys))
         return taken
+
+
+def rounded_to(platform: Platform, shape: KVShape) -> str:
+    """The type that a device of the platform may round queries, weights and outputs to (`Arithmetic.fused`), or ""."""
+    said = [device.info.arithmetic for device in platform.devices.values()]
+    fused = any(arithmetic is not None and shape.dtype in arithmetic.fused for arithmetic in said)
+    return shape.dtype if fused and shape.head_dim == shape.head_dim_v else ""
 
 
 def _topk_recall(logits: Float64, chosen: Int64) -> float:

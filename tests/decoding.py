@@ -19,7 +19,7 @@ from tierloop.runtime.engine import Engine
 from tierloop.runtime.ledger import Ledger
 from tierloop.runtime.models import Model
 from tierloop.runtime.modules import Modules
-from tierloop.runtime.oracle import Recorder, Verdict
+from tierloop.runtime.oracle import Recorder, Verdict, rounded_to
 from tierloop.runtime.policy import Policy, Request, make
 from tierloop.runtime.prefill import Dense, generate_dense
 from tierloop.runtime.results import DeviceUse, LinkUse
@@ -80,7 +80,7 @@ def decode(
         engine = Engine(opened, kv_shape(model, dtype, block_tokens, split_tokens))
         made = make(find_policy(policy), engine, options) if isinstance(policy, str) else policy(engine)
         modules = Modules(model.module)
-        recorder = Outputs(engine.shape, modules.scale)
+        recorder = Outputs(engine.shape, modules.scale, None, rounded_to(opened, engine.shape))
         decoder = Decoder(modules, engine, made, len(prompts), recorder)
         ledger = Ledger(opened)
         opened.site.observers.append(ledger)

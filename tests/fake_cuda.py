@@ -128,6 +128,10 @@ class FakeCuda:
     def device(self, device: Any) -> Iterator[None]:
         yield
 
+    def current_stream(self, device: Any) -> FakeStream:
+        assert self.current, "work on the default stream"
+        return FakeStream(self.current)
+
     @contextmanager
     def stream(self, stream: str | None) -> Iterator[None]:
         before, self.current = self.current, stream or self.current

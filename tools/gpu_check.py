@@ -3,10 +3,10 @@
     python -m tierloop.tools.gpu_check --device cuda:0 --out gpu_check.json
 
 It runs the conformance suite on the gpu driver and then measures: transfers against a plain page-locked copy of torch,
-copies of registered host memory, attention against what the memory gives a copy, what a launch costs by itself and in
-a chain, and what a command costs the host. A part that fails, or for which no time was left, is named, on the terminal
-and in the file, and the exit code is 1; without a GPU it is 2, with the reasons. Numbers of a stand-in are not called
-measured.
+copies of registered host memory, attention against what the memory gives a copy, the same with each fused kernel that
+is there, which has to pass the checks of attention, too, what a launch costs by itself and in a chain, and what a
+command costs the host. A part that fails, or for which no time was left, is named, on the terminal and in the file, and
+the exit code is 1; without a GPU it is 2, with the reasons. Numbers of a stand-in are not called measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,39 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import run
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.gpu import GpuDevice, open_gpu
+from tierloop.devices.drivers.gpu_options import ATTENTION
 from tierloop.devices.drivers.gpu_probe import gpus
 from tierloop.devices.drivers.gpu_runtime import Accelerator, CudaAccelerator
-from tierloop.devices.errors import DeviceError
+from tierloop.devices.errors import DeviceError, Unsupported
 from tierloop.devices.kernels.contract import Attend, Gather
-from tierloop.devices.regions import Region
+from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
+from tierloop.devices.spans import Spans
 from tierloop.devices.waiting import wait
 
 BUDGET_S = 170.0
 LEVELS = ("identity", "memory", "ordering", "errors", "compute", "stateful")
+FUSED_CHECKS = ("attend_is_attention", "attend_survives_extreme_logits", "one_token_gives_its_value")
+"""Checks of conformance that have something to say of fused attention."""
 MIB = 1 << 20
 Numbers = dict[str, Any]
 
 
-class Desk:
-    """A GPU and the host's memory, opened for measuring; `nbytes` is what transfers move."""
+class CheckFailed(Exception):
+    """What was measured is not what it should be."""
 
-    def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
+
+class Desk:
+    """A GPU and the host's memory, opened for measuring; `nbytes` is what transfers move.
+
+    `make` opens accelerators: one for the GPU, and others for whoever needs its memory for a while.
+    """
+
+    def __init__(self, make: Callable[[], Accelerator], nbytes: int) -> None:
         self.site = Site(clock=WallClock())
         self.nbytes = nbytes
-        self.accelerator = accelerator
+        self.make = make
+        self.accelerator = accelerator = make()
         self.cpu = open_cpu("dram", self.site, {"capacity": 4 * nbytes + MIB, "queues": 1, "threads": 1})
         options = {"capacity": 6 * nbytes, "reaches": ["dram"], "staging_buffers": 8}
         self.gpu: GpuDevice = open_gpu("gpu", self.site, options, accelerator=accelerator)
@@ -61,12 +73,12 @@ class Desk:
         """For at most a minute."""
         wait(self.site.clock, completions, self.site.clock.now() + 60 * 10**9)
 
-    def best_ns(self, command: Command, queue: int, times: int = 5) -> int:
+    def best_ns(self, command: Command, queue: int, times: int = 5, gpu: GpuDevice | None = None) -> int:
         """The shortest time, by the host's clock, of some runs after a first one."""
-        took = []
+        took, device = [], gpu or self.gpu
         for _ in range(times + 1):
             before = time.perf_counter_ns()
-            self.wait(self.gpu.submit(command, queue))
+            self.wait(device.submit(command, queue))
             took.append(time.perf_counter_ns() - before)
         return min(took[1:])
 
@@ -112,29 +124,64 @@ def registered(desk: Desk) -> Numbers:
 
 def attention(desk: Desk) -> Numbers:
     """Bytes of keys and values per second in one step of decoding, against those of a copy in the memory."""
+    source, target = desk.gpu.alloc(desk.nbytes), desk.gpu.alloc(desk.nbytes)
+    copy_ns = desk.best_ns(Copy(source.all(), target.all()), 0)
+    for region in (source, target):
+        desk.gpu.free(region)
+    return {**_decoding(desk, desk.gpu), "memory_bytes_per_s": _rate(2 * desk.nbytes, copy_ns)}
+
+
+def fused(desk: Desk) -> Numbers:
+    """The same with each fused kernel, and how often it ran; of one that is not there, why. Raises CheckFailed."""
+    found: Numbers = {}
+    for kernel in ATTENTION[1:]:
+        try:
+            gpu = open_gpu(f"gpu with {kernel}", desk.site, {"capacity": 3 * desk.nbytes, "reserve": 0,
+                           "attention": kernel}, accelerator=desk.make())  # fmt: skip
+        except Unsupported as error:
+            found[kernel] = {"why_not": str(error)}
+            continue
+        try:
+            found[kernel] = {"kernel": gpu.info.notes["attention"], **_decoding(desk, gpu)}
+            found[kernel]["launches"] = gpu.fused_launches
+        finally:
+            gpu.close()
+        if not found[kernel]["launches"]:
+            raise CheckFailed(f"{kernel} was not used")
+    return found
+
+
+def wrong_states(make: Callable[[], Accelerator], kernel: str, checks: Sequence[str] = FUSED_CHECKS) -> dict[str, str]:
+    """What the checks of attention find wrong with a fused kernel."""
+    options = {"capacity": 4 * MIB, "reserve": 0, "attention": kernel}
+    report = run(lambda site: open_gpu("gpu", site, options, accelerator=make()), only=checks)
+    return {f"{kernel} {result.check}": result.reason for result in report.failed}
+
+
+def _decoding(desk: Desk, gpu: GpuDevice) -> Numbers:
+    """Bytes/s of keys and values in one step of decoding: dense, and in pages of 16 tokens in any order."""
     dim, heads, group = 128, 8, 4
     tokens = desk.nbytes // (heads * dim * 2) // 64 * 64
-    keys, values = desk.gpu.alloc(desk.nbytes), desk.gpu.alloc(desk.nbytes)
-    queries, states = desk.gpu.alloc(heads * group * dim * 4), desk.gpu.alloc(heads * group * (dim + 2) * 4)
+    keys, values = gpu.alloc(desk.nbytes), gpu.alloc(desk.nbytes)
+    queries, states = gpu.alloc(heads * group * dim * 4), gpu.alloc(heads * group * (dim + 2) * 4)
     level = max(tokens // 64 - 1, 0).bit_length()
-    args = Attend(
-        "float16", 1, heads, group, 1, dim, dim, dim**-0.5, 64,
-        np.array([(0, head, 0) for head in range(heads)], dtype=np.int64),
-        np.array([[tokens]], dtype=np.int64),
-        np.array([(0, head, level, 0) for head in range(heads)], dtype=np.int64),
-    )  # fmt: skip
-    per_head = tokens * dim * 2
-    rows = [tuple(r.at(head * per_head, per_head) for head in range(heads)) for r in (keys, values)]
-    launch = Launch(args, ((queries.all(),), *rows), ((states.all(),),))
-    copy_ns = desk.best_ns(Copy(keys.all(), values.all()), 0)
-    attend_ns = desk.best_ns(launch, 0)
+    per_head, found = tokens * dim * 2, {"kv_nbytes": 2 * heads * tokens * dim * 2}
+    for name, page in (("attend", tokens), ("paged", 16)):
+        runs = [(0, head, at) for head in range(heads) for at in range(0, tokens, page)]
+        args = Attend(
+            "float16", 1, heads, group, 1, dim, dim, dim**-0.5, 64,
+            np.array(runs, dtype=np.int64),
+            np.array([[tokens]], dtype=np.int64),
+            np.array([(0, head, level, 0) for head in range(heads)], dtype=np.int64),
+        )  # fmt: skip
+        order = np.random.default_rng(1).permutation(len(runs)) if page < tokens else np.arange(len(runs))
+        pages = Spans(np.stack([order * page * dim * 2, np.full(len(runs), page * dim * 2)], axis=1))
+        rows = [(Segment(region, pages),) for region in (keys, values)]
+        took = desk.best_ns(Launch(args, ((queries.all(),), *rows), ((states.all(),),)), 0, gpu=gpu)
+        found[f"{name}_bytes_per_s"] = _rate(2 * heads * per_head, took)
     for region in (keys, values, queries, states):
-        desk.gpu.free(region)
-    return {
-        "kv_nbytes": 2 * heads * per_head,
-        "attend_bytes_per_s": _rate(2 * heads * per_head, attend_ns),
-        "memory_bytes_per_s": _rate(2 * desk.nbytes, copy_ns),
-    }
+        gpu.free(region)
+    return found
 
 
 def launches(desk: Desk) -> Numbers:
@@ -156,6 +203,7 @@ PARTS: dict[str, Callable[[Desk], Numbers]] = {
     "transfers": transfers,
     "registered": registered,
     "attention": attention,
+    "fused": fused,
     "launches": launches,
 }
 
@@ -174,7 +222,7 @@ def check(
         examples=20,
     )
     failed = {f"conformance {result.check}": result.reason for result in report.failed}
-    desk = Desk(make(), nbytes)
+    desk = Desk(make, nbytes)
     try:
         model = desk.gpu.info.model
         found: Numbers = {
@@ -191,8 +239,11 @@ def check(
                 continue
             try:
                 found[name] = part(desk)
-            except (DeviceError, RuntimeError) as error:
+            except (CheckFailed, DeviceError, RuntimeError) as error:
                 failed[name] = f"{type(error).__name__}: {error}"
+        for kernel in found.get("fused", {}) if "compute" in levels else ():
+            if "why_not" not in found["fused"][kernel]:
+                failed |= wrong_states(make, kernel)
     finally:
         desk.close()
     return {**found, "failed": failed, "seconds": round(time.perf_counter() - start, 1)}

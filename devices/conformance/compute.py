@@ -54,13 +54,17 @@ def check_attend_survives_extreme_logits(subject: Subject) -> None:
     """Logits of ±10⁴, all logits equal, and values a thousand times as large."""
     for lane in subject.kernel_lanes("attend"):
         for dtype in sorted(lane.executor.dtypes):
-            shape = replace(SHAPES[1], dtype=dtype, layout="paged")  # type: ignore[arg-type]  # a dtype of the device
-            huge = problem(replace(shape, spread=4e3), subject.rng)
-            equal = problem(replace(shape, spread=0.0), subject.rng)
-            large = problem(shape, subject.rng)
-            large.values = oracle.encode_values((large.decoded_values() * 1000).astype(np.float32), shape.dtype)
-            for what, given in (("logits of ±10⁴", huge), ("equal logits", equal), ("large values", large)):
-                _attend(subject, lane, given, given.top_roots(), f"{what}, {shape}")
+            fused = dtype in Bench(subject, lane).arithmetic.fused
+            for base in (
+                (SHAPES[1], SHAPES[0]) if fused else (SHAPES[1],)
+            ):  # the first is none that a fused kernel takes
+                shape = replace(base, dtype=dtype, layout="paged")  # type: ignore[arg-type]  # a dtype of the device
+                huge = problem(replace(shape, spread=4e3), subject.rng)
+                equal = problem(replace(shape, spread=0.0), subject.rng)
+                large = problem(shape, subject.rng)
+                large.values = oracle.encode_values((large.decoded_values() * 1000).astype(np.float32), shape.dtype)
+                for what, given in (("logits of ±10⁴", huge), ("equal logits", equal), ("large values", large)):
+                    _attend(subject, lane, given, given.top_roots(), f"{what}, {shape}")
 
 
 def check_one_token_gives_its_value(subject: Subject) -> None:
@@ -82,10 +86,12 @@ def check_empty_parts_are_identities(subject: Subject) -> None:
     for lane in subject.kernel_lanes("attend"):
         for dtype in sorted(lane.executor.dtypes):
             shape = Shape(dtype, tokens=40, q_len=2)  # type: ignore[arg-type]  # a dtype of the device
-            given = problem(shape, subject.rng)
-            beyond = np.concatenate([given.top_roots(), [[0, 0, 0, 7], [1, 1, 2, 3]]]).astype(np.int64)
-            got = _attend(subject, lane, given, beyond, f"roots without rows, {dtype}")
-            judge_identities(got[-2:], f"attend, {dtype}: a root without rows")
+            fused = dtype in Bench(subject, lane).arithmetic.fused
+            for q_len in (2, 1) if fused else (2,):  # of two queries the first hides a row, which fits no fused kernel
+                given = problem(replace(shape, q_len=q_len), subject.rng)
+                beyond = np.concatenate([given.top_roots(), [[0, 0, 0, 7], [1, 1, 2, 3]]]).astype(np.int64)
+                got = _attend(subject, lane, given, beyond, f"roots without rows, {dtype}")
+                judge_identities(got[-2:], f"attend, {dtype}: a root without rows")
             masked = problem(shape, subject.rng)
             masked.q_positions[:] = -1
             got = _attend(subject, lane, masked, masked.top_roots(), f"all rows masked, {dtype}")

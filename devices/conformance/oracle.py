@@ -13,6 +13,21 @@ of at most
 of Σ p_j and Σ p_j|v_j|. It is an a-priori rounding analysis without tuned constants; what float32 kernels really do is
 within 6 % of it. To this comes the rounding of the result to float32 or, for states, to the wire. Below the smallest
 normal number of float32 anything may be flushed to zero.
+
+**Fused attention** (`Arithmetic.fused`) rounds queries, weights and outputs to the type of the rows, with unit roundoff
+h and smallest normal number τ. Products are of numbers of 16 bits, hence exact, and sums of them may be truncated, as
+matrix units do it, which counts as 2u. Then
+
+    ds_j = (h + 2·(d + 2)·u)·scale·Σ|q||k_j| + h·τ·scale·Σ|k_j| + 2u|s_j| + 2u|s_max − s_j|
+
+where the second term is the rounding of queries below τ. Sums go over all n rows of a root, in any order; rescaling
+them as the maximum grows costs a rounding and an exponential each time, at most once a row, hence
+
+    β = (1 + exp(2·max_j ds_j) − 1 + (4·n + 8·partials + 18)·u) · (1 + h)² − 1
+
+with a factor for the weights and one for the output. A weight is at most 1 and loses up to h·τ if it is below τ, which
+adds h·τ·Σ|v_j|; an output below τ likewise, which adds h·τ·Σp_j. m lies anywhere from the largest logit to the
+log-sum-exp, whose logarithm and rounding add 4u of both terms of it; l and acc are judged after rescaling, as ever.
 """
 
 from __future__ import annotations
@@ -27,7 +42,8 @@ from tierloop.devices.info import Arithmetic
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
-ROUNDOFF = {"float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+SMALLEST_NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 RESULT = ROUNDOFF["float32"]
 TINY = 2.0**-126
 
@@ -136,7 +152,7 @@ class States:
     """Attention states of r roots: m and total (the l of a state) are (r, q_len, group), acc has head_dim_v besides.
 
     `m_error` bounds the error of m; `relative` that of the total, and that of acc as a share of `weight` = Σ p|v|, both
-    after rescaling to the same m.
+    after rescaling to the same m. m may lie `above` the value by so much, where arithmetic is fused.
     """
 
     m: Float64
@@ -145,6 +161,7 @@ class States:
     m_error: Float64
     relative: Float64
     weight: Float64
+    above: Float64
 
 
 def logits(
@@ -156,8 +173,12 @@ def logits(
     scale: float,
     arithmetic: Arithmetic,
     masks: Masks = NO_MASKS,
+    rounded: str = "",
 ) -> Expected:
-    """queries (S, q_len, H·group, d) × keys (rows, d) → (rows, q_len, group); masked entries are −inf."""
+    """queries (S, q_len, H·group, d) × keys (rows, d) → (rows, q_len, group); masked entries are −inf.
+
+    `rounded` is the type that a fused kernel rounds queries to.
+    """
     u = _unit(arithmetic)
     n, q_len, d = len(keys), queries.shape[1], queries.shape[3]
     value = np.full((n, q_len, group), -np.inf)
@@ -171,6 +192,10 @@ def logits(
             counts &= far < masks.window
         value[j, counts] = scale * (q[counts] @ keys[j])
         error[j, counts] = (d + 2) * u * abs(scale) * (np.abs(q[counts]) @ np.abs(keys[j]))
+        if rounded:
+            h = ROUNDOFF[rounded]
+            error[j, counts] *= 2 + h / ((d + 2) * u)
+            error[j, counts] += h * SMALLEST_NORMAL[rounded] * abs(scale) * np.abs(keys[j]).sum()
         if masks.softcap:
             # The slope of c·tanh(x / c) is at most 1; the division, the tanh and the product round as well.
             value[j, counts] = masks.softcap * np.tanh(value[j, counts] / masks.softcap)
@@ -179,8 +204,19 @@ def logits(
     return Expected(value, error)
 
 
-def states(s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens: int, arithmetic: Arithmetic) -> States:
-    """Logits (rows, q_len, group) × values (rows, d_v) → the states of the roots, int64 (r, 4)."""
+def states(
+    s: Expected,
+    values: Float64,
+    rows: Rows,
+    roots: Int64,
+    split_tokens: int,
+    arithmetic: Arithmetic,
+    rounded: str = "",
+) -> States:
+    """Logits (rows, q_len, group) × values (rows, d_v) → the states of the roots, int64 (r, 4).
+
+    `rounded` is the type that a fused kernel rounds weights and outputs to.
+    """
     u = _unit(arithmetic)
     _, q_len, group = s.value.shape
     r, d_v = len(roots), values.shape[1]
@@ -191,6 +227,7 @@ def states(s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens:
         np.zeros((r, q_len, group)),
         np.zeros((r, q_len, group)),
         np.zeros((r, q_len, group, d_v)),
+        np.zeros((r, q_len, group)),
     )
     for i, (sequence, head, level, index) in enumerate(roots.tolist()):
         split = rows.position // split_tokens
@@ -211,6 +248,14 @@ def states(s: Expected, values: Float64, rows: Rows, roots: Int64, split_tokens:
                 steps = (2 * split_tokens + 8 * partials + 18) * u
                 made.relative[i, t, g] = np.expm1(2 * min(ds, 300.0)) + steps + ROUNDOFF[arithmetic.wire] * (1 + abs(m))
                 made.weight[i, t, g] = p @ np.abs(v) + TINY * (1 + np.abs(v).sum(axis=0)) / u
+                if rounded:
+                    above, h = float(np.log(p.sum())), ROUNDOFF[rounded]
+                    made.above[i, t, g] = above
+                    made.m_error[i, t, g] += ds - off.max() + (4 * len(p) + 8 * partials + 18 + 4 * above) * u
+                    more = (4 * len(p) - 2 * split_tokens) * u + 4 * u * (abs(m) + above)
+                    made.relative[i, t, g] = (1 + made.relative[i, t, g] + max(more, 0.0)) * (1 + h) ** 2 - 1
+                    lost = h * SMALLEST_NORMAL[rounded] * (np.abs(v).sum(axis=0) + p.sum())
+                    made.weight[i, t, g] += lost / made.relative[i, t, g]
     return made
 
 

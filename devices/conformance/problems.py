@@ -109,7 +109,7 @@ class Problem:
             s.split_tokens, self.runs, self.q_positions, roots, *astuple(s.masks),
         )  # fmt: skip
 
-    def expected_logits(self, arithmetic: Arithmetic) -> oracle.Expected:
+    def expected_logits(self, arithmetic: Arithmetic, rounded: str = "") -> oracle.Expected:
         """By the oracle."""
         return oracle.logits(
             self.queries.astype(np.float64),
@@ -120,17 +120,22 @@ class Problem:
             self.scale,
             arithmetic,
             self.shape.masks,
+            rounded,
         )
 
     def expected_states(self, roots: Int64, arithmetic: Arithmetic) -> oracle.States:
-        """By the oracle."""
+        """By the oracle; where a fused kernel may have been used, what that may give."""
+        s = self.shape
+        may = s.dtype in arithmetic.fused and s.head_dim == s.head_dim_v and s.masks == oracle.NO_MASKS
+        rounded = s.dtype if may else ""
         return oracle.states(
-            self.expected_logits(arithmetic),
+            self.expected_logits(arithmetic, rounded),
             self.decoded_values(),
             self.rows,
             roots,
             self.shape.split_tokens,
             arithmetic,
+            rounded,
         )
 
     def _roots(self, nodes: list[tuple[int, int]]) -> Int64:

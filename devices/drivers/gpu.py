@@ -23,7 +23,8 @@ What must hold beyond the device contract:
 Options: `device` ("cuda:0"); `capacity` in bytes (what is free, less `reserve`); `reserve` (an eighth of what is free,
 at least 512 MiB); `queues` (2); `staging_buffers` (8) of `staging_nbytes` (4 MiB) each; `register` (true), whether host
 memory may be page-locked where it lies; `reaches`, names of host-mapped memories and of other GPUs that were opened
-before; `deadline_s` (30); `poll_ns` (20,000), how often it looks for what has ended; `folder` (set by the registry).
+before; `attention` ("eager"), or "flash" and "flashinfer", fused kernels that are used where they fit (gpu_fused.py);
+`deadline_s` (30); `poll_ns` (20,000), how often it looks for what has ended; `folder` (set by the registry).
 
 torch is imported when a GPU is opened, and not before.
 """
@@ -40,7 +41,7 @@ from tierloop.devices.drivers.arena import Arena
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.gpu_info import DEPTH, Reached, describe
-from tierloop.devices.drivers.gpu_lines import LEFT_BEHIND, Lines, size_of
+from tierloop.devices.drivers.gpu_lines import LEFT_BEHIND, Lines, size_of, wait_until
 from tierloop.devices.drivers.gpu_options import GRID, Options
 from tierloop.devices.drivers.gpu_probe import Slot, refuse_where_there_is_none, slot_of
 from tierloop.devices.drivers.gpu_runtime import Accelerator, CudaAccelerator, Stream, fault_of
@@ -105,6 +106,7 @@ class GpuDevice:
     def __init__(
         self, name: str, site: Site, options: Options, accelerator: Accelerator, slot: Slot | None = None
     ) -> None:
+        from tierloop.devices.drivers.gpu_fused import verified
         from tierloop.devices.drivers.gpu_launches import Launches
         from tierloop.devices.drivers.gpu_staging import Registered, Scratch, Staging
         from tierloop.devices.drivers.gpu_transfers import Transfers
@@ -116,6 +118,14 @@ class GpuDevice:
         gpus = self._gpus
         reached = Reached.of(options.reaches, {other: gpu._accelerator for other, gpu in gpus.items()}, accelerator)
         self._peers = {other: gpus[other] for other in reached.peers}
+        self._fused = (
+            verified(
+                name, accelerator, options.attention,
+                lambda done: wait_until(site.clock, done, options.deadline_s, options.poll_ns),
+            )
+            if options.attention != "eager"
+            else None
+        )  # fmt: skip
         self._slab = _slab(name, options, accelerator)
         self._extents = Extents(self._slab.numel(), _ALIGNMENT)
         self._offsets: dict[Region, int] = {}
@@ -127,14 +137,14 @@ class GpuDevice:
         self._scratch = Scratch(accelerator, self._extents)
         held = (accelerator, self._slab, self._offsets, self._staging)
         self._transfers = Transfers(*held, self._registered, self._peer)
-        self._launches = Launches(*held, self._scratch, self._transfers, _room(options, accelerator))
+        self._launches = Launches(*held, self._scratch, self._transfers, _room(options, accelerator), self._fused)
         num = options.queues + 2 + bool(reached.peers)
         self._lines = Lines(
             name, site.clock, accelerator, num, options.deadline_s, options.poll_ns, self._program, self._ended
         )
         self._zeroing = accelerator.stream()
         self._beside = accelerator.stream()
-        self._info = describe(name, options, accelerator, self._extents.capacity, reached, slot or Slot())
+        self._info = describe(name, options, accelerator, self._extents.capacity, reached, slot or Slot(), self._fused)
         self._arena = Arena(name, self._info.memories[0], _ALIGNMENT)
         self._queues = QueueSet(name, num, DEPTH, site, self._lines.start)
         self._lines.attach(self._queues)
@@ -149,6 +159,11 @@ class GpuDevice:
     def why_not_registered(self) -> str:
         """Why copies of host memory go through buffers, the last time that it could not be registered."""
         return self._registered.why
+
+    @property
+    def fused_launches(self) -> int:
+        """How many times the fused attention kernel ran; a command may take several."""
+        return self._fused.launches if self._fused is not None else 0
 
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
         """Allocate zeroed bytes: first fit, on a grid of 256. Raises OutOfMemory, OutOfRange, Unsupported, Gone."""

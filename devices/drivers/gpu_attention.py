@@ -43,12 +43,12 @@ def attend(args: Attend, reads: list[Int64], writes: list[Int64], room: int) -> 
     key_nbytes, row_nbytes = args.head_dim * ITEMSIZE[args.dtype], value_nbytes(args.dtype, args.head_dim_v)
     rows = Rows(args.runs, reads[1], key_nbytes, args.num_sequences, args.num_kv_heads, (reads[2], row_nbytes))
     q_positions = positions_of(args)
-    returned = _Returned(args, rows, writes[0])
+    returned = Returned(args, rows, writes[0], min(args.split_tokens, LARGEST_TILE))
     queries, keys, values = Place(reads[0]), RowTable(reads[1][:, 0], key_nbytes), RowTable(reads[2][:, 0], row_nbytes)
     per_tile = returned.tiles.size * 4 * (2 * args.head_dim + 4 * args.head_dim_v + 6 * args.q_len * args.group)
 
     def work(slab: Tensor, upload: Upload) -> None:
-        q, places = _queries(args, queries.load(slab, upload)), returned.tiles.places(upload)
+        q, places = by_head(args, queries.load(slab, upload)), returned.tiles.places(upload)
         key_offsets, value_offsets, positions = upload(keys.offsets), upload(values.offsets), upload(q_positions)
         states = []
         for low, high in returned.tiles.chunks(per_tile, room):
@@ -73,7 +73,7 @@ def logits(args: Logits, reads: list[Int64], writes: list[Int64], room: int) -> 
     def work(slab: Tensor, upload: Upload) -> None:
         if not len(tiles):
             return
-        q, places = _queries(args, queries.load(slab, upload)), tiles.places(upload)
+        q, places = by_head(args, queries.load(slab, upload)), tiles.places(upload)
         key_offsets, positions = upload(keys.offsets), upload(q_positions)
         found = []
         for low, high in tiles.chunks(per_tile, room):
@@ -89,7 +89,7 @@ def combine(args: Combine, reads: list[Int64], writes: list[Int64], room: int) -
     """logits × values → states."""
     row_nbytes = value_nbytes(args.dtype, args.head_dim_v)
     rows = Rows(args.runs, reads[1], row_nbytes, MOST, MOST)
-    returned = _Returned(args, rows, writes[0])
+    returned = Returned(args, rows, writes[0], min(args.split_tokens, LARGEST_TILE))
     given, values = Place(reads[0]), RowTable(reads[1][:, 0], row_nbytes)
     per_tile = returned.tiles.size * 4 * (4 * args.head_dim_v + 6 * args.q_len * args.group)
 
@@ -150,7 +150,7 @@ def score(args: Score, reads: list[Int64], writes: list[Int64], room: int) -> Wo
     def work(slab: Tensor, upload: Upload) -> None:
         if not len(tiles):
             return
-        q, places = _queries(args, queries.load(slab, upload)), tiles.places(upload)
+        q, places = by_head(args, queries.load(slab, upload)), tiles.places(upload)
         if args.summary == "minmax":
             q = torch.cat([q.clamp(max=0), q.clamp(min=0)], dim=-1)
         offsets, found = upload(summaries.offsets), []
@@ -171,12 +171,22 @@ def score(args: Score, reads: list[Int64], writes: list[Int64], room: int) -> Wo
     return work
 
 
-class _Returned:
-    """The roots of a launch: which rows each one has, and where its states go. Raises ValueError."""
+class Returned:
+    """The roots of a launch: which rows each one has, and where its states go. Raises ValueError.
 
-    def __init__(self, args: Attend | Combine, rows: Rows, target: Int64) -> None:
+    `tiles` are of at most `most_rows` rows each; `borders` are rows that no tile reaches across.
+    """
+
+    def __init__(
+        self, args: Attend | Combine, rows: Rows, target: Int64, most_rows: int, borders: Int64 | None = None
+    ) -> None:
         pieces, _ = rows.pieces(args.roots, args.split_tokens, 1)
-        self.tiles = Tiles(rows, pieces[:, [SEQUENCE, KV_HEAD, LOW, HIGH]], min(args.split_tokens, LARGEST_TILE))
+        pieces = pieces[pieces[:, LOW] < pieces[:, HIGH]]
+        low = pieces[:, LOW] if borders is None else np.union1d(pieces[:, LOW], borders)
+        which = np.searchsorted(pieces[:, LOW], low, side="right") - 1
+        high = np.append(low, rows.total)[1:]
+        self.tiles = Tiles(rows, np.column_stack([pieces[which][:, [SEQUENCE, KV_HEAD]], low, high]), most_rows)
+        self._counts = np.bincount(which, self.tiles.counts, len(pieces)).astype(np.int64)
         self._roots = np.ascontiguousarray(pieces[:, ROOT])
         self._shape = (len(args.roots), args.q_len * args.group, args.head_dim_v)
         self._target = Place(target)
@@ -185,11 +195,11 @@ class _Returned:
         """Merge the states of all tiles below their roots, and put them into the target."""
         result = identity(*self._shape, slab.device)
         if states:
-            result[upload(self._roots)] = merge_groups(torch.cat(states), self.tiles.counts, upload)
+            result[upload(self._roots)] = merge_groups(torch.cat(states), self._counts, upload)
         self._target.store(slab, result, upload)
 
 
-def _queries(args: Attend | Logits | Score, stored: Tensor) -> Tensor:
+def by_head(args: Attend | Logits | Score, stored: Tensor) -> Tensor:
     """(num_sequences, num_kv_heads, q_len · group, head_dim)."""
     q_len = 1 if isinstance(args, Score) else args.q_len
     q = stored.view(torch.float32).view(args.num_sequences, q_len, args.num_kv_heads, args.group, args.head_dim)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tierloop.devices.drivers.gpu_options import Options
 from tierloop.devices.drivers.gpu_probe import Slot
 from tierloop.devices.drivers.gpu_runtime import Accelerator
 from tierloop.devices.info import Arithmetic, DeviceInfo, ExecutorInfo, MemoryInfo, Path
 from tierloop.devices.kernels import contract
+
+if TYPE_CHECKING:
+    from tierloop.devices.drivers.gpu_fused import Fused
 
 MICROKERNEL = "torch-eager-1"
 """Name and revision of the kernels' arithmetic: float32 throughout, in the order that torch chooses for a launch."""
@@ -33,7 +36,13 @@ class Reached(NamedTuple):
 
 
 def describe(
-    name: str, options: Options, accelerator: Accelerator, capacity: int, reached: Reached, slot: Slot
+    name: str,
+    options: Options,
+    accelerator: Accelerator,
+    capacity: int,
+    reached: Reached,
+    slot: Slot,
+    fused: Fused | None = None,
 ) -> DeviceInfo:
     near = Path(name, 0, 0, 0)
     hosts, peers = (tuple(Path(memory, 0, 0, 0) for memory in side) for side in (reached.hosts, reached.peers))
@@ -66,7 +75,7 @@ def describe(
         paths=(near, *peers),
         depth=DEPTH,
     )
-    notes = {**accelerator.facts(), "device": accelerator.name, "attention": "eager"}
+    notes = {**accelerator.facts(), "device": accelerator.name, "attention": _attention(fused)}
     notes["staging"] = f"{options.staging_buffers} buffers of {options.staging_nbytes} bytes"
     notes["register"] = (
         "host memory is page-locked where copies touch it" if options.register else "no: option register"
@@ -79,9 +88,23 @@ def describe(
         provenance="real",
         memories=(MemoryInfo(name, capacity),),
         executors=(cores, *engines, *([between] if peers else [])),
-        arithmetic=Arithmetic(MICROKERNEL, cut_invariant=False),
+        arithmetic=_arithmetic(options, fused),
         numa_node=slot.numa_node,
         bus_address=slot.bus_address,
         model=accelerator.model,
         notes=notes,
     )
+
+
+def _arithmetic(options: Options, fused: Fused | None) -> Arithmetic:
+    if fused is None:
+        return Arithmetic(MICROKERNEL, cut_invariant=False)
+    kinds = frozenset({"float16", "bfloat16"})
+    return Arithmetic(f"{MICROKERNEL}+{options.attention}", cut_invariant=False, fused=kinds)
+
+
+def _attention(fused: Fused | None) -> str:
+    if fused is None:
+        return "eager"
+    where = "rows in long stretches stay where they lie" if fused.anywhere else "rows in one piece stay where they lie"
+    return f"{fused.kernel.name} where a launch fits, {where}; eager otherwise"

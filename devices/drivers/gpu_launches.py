@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierloop.devices.commands import Launch, Operand, Read, Write
+from tierloop.devices.drivers.gpu_fused import Fused
 from tierloop.devices.drivers.gpu_kernels import prepared
 from tierloop.devices.drivers.gpu_operands import Int64, Place, spans_of
 from tierloop.devices.drivers.gpu_runtime import Accelerator, Event, Stream
@@ -25,7 +26,8 @@ from tierloop.devices.regions import Region, Segment
 
 
 class Launches:
-    """Makes the programs of one GPU that compute. `room` is what one kernel may need besides its operands, in bytes."""
+    """Makes the programs of one GPU that compute. `room` is what one kernel may need besides its operands, in bytes;
+    `fused` is the kernel that `attend` uses where it fits."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Launches:
         scratch: Scratch,
         transfers: Transfers,
         room: int,
+        fused: Fused | None = None,
     ) -> None:
         self._accelerator = accelerator
         self._slab = slab
@@ -44,6 +47,7 @@ class Launches:
         self._scratch = scratch
         self._transfers = transfers
         self._room = room
+        self._fused = fused
 
     def launch(self, stream: Stream, command: Launch) -> Program:
         """A kernel."""
@@ -65,7 +69,7 @@ class Launches:
         return all(region in self._offset_of for region, _ in operand)
 
     def _run(self, stream: Stream, command: Launch, reads: list[Int64], writes: list[Int64]) -> None:
-        work = prepared(command, reads, writes, self._room)
+        work = prepared(command, reads, writes, self._room, self._fused)
         self._accelerator.enqueue(stream, lambda: work(self._slab, self._accelerator.upload))
 
     def _with_copies(self, stream: Stream, command: Launch) -> Program:

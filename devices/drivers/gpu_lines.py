@@ -149,13 +149,12 @@ class Lines:
             return True
         try:
             events = [self._accelerator.record(stream) for stream in (*self.streams, *others)]
-            deadline = self._clock.now() + round(self._deadline_s * 1e9)
-            self._look_again()
-            quiet = self._clock.run_until(lambda: all(map(self._accelerator.done, events)), deadline)
+            quiet = wait_until(
+                self._clock, lambda: all(map(self._accelerator.done, events)), self._deadline_s, self._poll_ns
+            )
         except RuntimeError as error:
             self.failure("close", error, 0)
             quiet = True
-        self._poll_ns = 0
         return quiet
 
     def forget(self) -> None:
@@ -272,10 +271,20 @@ class Lines:
         if not self._stopped:
             self._tick_soon()
 
-    def _look_again(self) -> None:
-        """A clock looks at what it waits for only when something falls due."""
-        if self._poll_ns:
-            self._clock.call_at(self._clock.now() + self._poll_ns, self._look_again)
+
+def wait_until(clock: Clock, done: Callable[[], bool], deadline_s: float, poll_ns: int) -> bool:
+    """Whether something holds before the deadline. A clock looks at what it waits for only when something falls due."""
+    waiting = True
+
+    def look_again() -> None:
+        if waiting:
+            clock.call_at(clock.now() + poll_ns, look_again)
+
+    look_again()
+    try:
+        return clock.run_until(done, clock.now() + round(deadline_s * 1e9))
+    finally:
+        waiting = False
 
 
 def size_of(command: Command, traffic: Traffic) -> int:

@@ -11,10 +11,12 @@ from tierloop.devices.errors import ConfigurationError
 
 KNOWN = [
     "device", "capacity", "reserve", "queues", "staging_nbytes", "staging_buffers", "register", "reaches",
-    "deadline_s", "poll_ns", "folder",
+    "attention", "deadline_s", "poll_ns", "folder",
 ]  # fmt: skip
 GRID = 4096
 """Capacity and buffers hold a whole number of these bytes."""
+ATTENTION = ("eager", "flash", "flashinfer")
+"""What `attend` is carried out by: products of torch; its own flash attention; FlashInfer."""
 _MOST_QUEUES = 128
 """Streams: more than any GPU runs beside each other."""
 _MOST_POLL_NS = 10**9
@@ -33,6 +35,7 @@ class Options:
     staging_buffers: int = 8
     register: bool = True
     reaches: tuple[str, ...] = ()
+    attention: str = "eager"
     deadline_s: float = 30.0
     poll_ns: int = 20_000
 
@@ -49,6 +52,7 @@ class Options:
             staging_buffers=integer(name, given, "staging_buffers", 8, 2),
             register=_truth(name, given, "register", True),
             reaches=names(name, given, "reaches"),
+            attention=_attention(name, given.get("attention", "eager")),
             deadline_s=_seconds(name, given.get("deadline_s", 30.0)),
             poll_ns=integer(name, given, "poll_ns", 20_000, 1_000, _MOST_POLL_NS),
         )
@@ -68,6 +72,12 @@ def _gpu(name: str, given: Any) -> str:
     if found is None:
         raise ConfigurationError(f"{name}: device = {given!r}; allowed: 'cuda:0', 'cuda:1', … (ROCm's too)")
     return f"cuda:{int(found[2])}"
+
+
+def _attention(name: str, given: Any) -> str:
+    if given not in ATTENTION:
+        raise ConfigurationError(f"{name}: attention = {given!r}; allowed: {', '.join(ATTENTION)}")
+    return str(given)
 
 
 def _truth(name: str, options: dict[str, Any], key: str, default: bool) -> bool:

@@ -51,6 +51,28 @@ extern "C" __global__ void chase(const long long* words, const long long* lines,
 """
 
 
+class FusedKernel(Protocol):
+    """Attention by one kernel, which rounds queries, weights and outputs to the type of the rows (gpu_fused.py).
+
+    `base` is that of the logarithm in what it returns, `head_dims` are those that it takes. `anywhere` says that it has
+    an argument for sequences with gaps between them; whether it works is tried.
+    """
+
+    name: str
+    base: float
+    head_dims: frozenset[int]
+    anywhere: bool
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, first: NDArray[np.int64], lengths: NDArray[np.int64], scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Within work: q (n, queries, d), k and v (rows, d); sequence i is lengths[i] > 0 rows, from first[i] on.
+
+        Unless it takes them anywhere, sequences follow each other without gaps, from row 0 on. Returns the output
+        (n, queries, d) and its log-sum-exp (n, queries). Raises RuntimeError for what it does not take.
+        """
+
+
 class Accelerator(Protocol):
     """A GPU, or what stands in for one: then `model` says so, and it is passed on in `DeviceInfo`."""
 
@@ -95,6 +117,9 @@ class Accelerator(Protocol):
 
     def chase(self, words: Tensor, lines: Tensor, result: Tensor) -> None:
         """Within work: follow the numbers in `words` at `lines`; result int64 (2,): the last one, and 1 for a fault."""
+
+    def fused(self, kernel: str) -> FusedKernel:
+        """The fused attention kernel "flash" or "flashinfer". Raises RuntimeError with the reason why there is none."""
 
     def register(self, array: NDArray[np.uint8]) -> None:
         """Page-lock host memory where it lies. Raises RuntimeError with the reason; the GPU works on."""
@@ -200,6 +225,12 @@ class CudaAccelerator:
 
     def chase(self, words: Tensor, lines: Tensor, result: Tensor) -> None:
         self._chase(grid=(1, 1, 1), block=(1, 1, 1), args=(words, lines, len(lines), result))
+
+    def fused(self, kernel: str) -> FusedKernel:
+        from tierloop.devices.drivers.gpu_flash import FlashInfer, TorchFlash
+
+        made: FusedKernel = (FlashInfer if kernel == "flashinfer" else TorchFlash)(self, self._torch)
+        return made
 
     def register(self, array: NDArray[np.uint8]) -> None:
         key = self._torch, array.ctypes.data, array.nbytes

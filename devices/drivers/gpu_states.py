@@ -1,4 +1,6 @@
-"""States on a GPU: from logits and values of tiles, and merged below their roots. All float32, natural logarithm.
+"""States on a GPU: from logits and values of tiles, or from what a fused kernel answers, and merged below their roots.
+
+All float32, natural logarithm.
 
 A weight of 0 does not make a value harmless (0 · NaN is NaN), and what does not count must not matter. So the product
 with the values leaves out what is not finite, and a second one counts, for each channel, the rows that count and have
@@ -36,6 +38,21 @@ def states_of(s: Tensor, v: Tensor, always_finite: bool) -> Tensor:
         finite = torch.isfinite(v)
         acc = _spoilt(torch.bmm(p, torch.where(finite, v, 0.0)), s, p, v)
     return torch.cat([m[..., None], total[..., None], acc + 0.0], dim=-1)
+
+
+def normalised(output: Tensor, lse: Tensor) -> Tensor:
+    """Attention output (n, queries, d) and its log-sum-exp (n, queries), natural → the states (lse, 1, output).
+
+    A query that no row counts for has nothing to normalise by, and kernels then answer zeros with −inf or, as flash
+    attention does, +inf: either is the identity. What else is not a number or infinite has met a NaN or a logit of
+    +inf, and is NaN throughout.
+    """
+    empty = (lse == -_INFINITY) | ((lse == _INFINITY) & (output == 0).all(dim=-1))
+    spoilt = torch.isnan(lse) | (lse == _INFINITY)
+    m = torch.where(empty, -_INFINITY, lse)[..., None]
+    total = torch.where(empty, 0.0, torch.where(spoilt, torch.nan, 1.0))[..., None]
+    acc = torch.where((empty | ~spoilt)[..., None], output.float() + 0.0, torch.nan)
+    return torch.cat([m, total, acc], dim=-1)
 
 
 def _spoilt(acc: Tensor, s: Tensor, p: Tensor, v: Tensor) -> Tensor:

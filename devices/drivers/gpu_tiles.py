@@ -30,7 +30,7 @@ class Tiles:
         self._rows = rows
         lengths = groups[:, 3] - groups[:, 2]
         mean = int(lengths.mean()) if len(lengths) else 1
-        self.size = min(most_rows, LARGEST_TILE, max(1, 1 << (mean - 1).bit_length() if mean > 1 else 1))
+        self.size = min(most_rows, max(1, 1 << (mean - 1).bit_length() if mean > 1 else 1))
         self.counts = -(-lengths // self.size)
         """Tiles of each group."""
         group = np.repeat(np.arange(len(groups)), self.counts)

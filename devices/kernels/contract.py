@@ -22,6 +22,9 @@ that a launch returns. Roots cover every given row exactly once. The state of a 
 
 **State rows** are float32 (2 + head_dim_v): m, l, acc. m = max logit, l = Σ exp(logit − m), acc = Σ exp(logit − m)·v,
 natural logarithm. The identity is (−inf, 0, 0). A row whose logits are all −inf gives the identity.
+Where the arithmetic of a device is `fused`, m may be any number from the largest logit to the log-sum-exp, with l and
+acc to match: then l = 1 and acc is the output, if m is the log-sum-exp. Whoever reads states relies on exp(m)·l and
+exp(m)·acc, and on an l from 1 to the number of rows, and not on what m is by itself.
 
 **Queries** are float32 (num_sequences, q_len, num_kv_heads * group, head_dim); q head h uses KV head h // group.
 `q_positions`, int64 (num_sequences, q_len), masks: a row at position p counts for a query at position t if p ≤ t and,
@@ -32,8 +35,10 @@ where `window` is not 0, if t − p < window or p < sink_tokens. What lies in ro
 **NaN and infinity.** Whatever counts takes part by the rules of IEEE 754: a NaN in a key, or a logit of +inf, makes the
 output of its query NaN; in a value, that of its channel (also where its weight has underflown to 0). A row whose logit
 is −inf does not count. Nothing else is spoilt: no other query, head or sequence. Sums are float32: a product q·k beyond
-its range is infinite before it is scaled. Quantities that are selected by (`score`, `topk`) sort NaN last. Summaries of
-`score` must be finite, scales of codes finite and above 0; what others give has no meaning.
+its range is infinite before it is scaled. Where arithmetic is `fused`, a query beyond the range of the rows' type is
+infinite, too, and what is not finite in a value spoils its channel even if the logit of its row is −inf. Quantities
+that are selected by (`score`, `topk`) sort NaN last. Summaries of `score` must be finite, scales of codes finite and
+above 0; what others give has no meaning.
 
 Devices with the same `Arithmetic.microkernel` give the same bits for the same rows, however those are divided into
 runs, segments, launches or threads, as long as the cuts are at split borders. One whose arithmetic is not

@@ -22,7 +22,8 @@ class Completion:
     """The state of one command; made by a device's `submit` only.
 
     Times in ns; -1 means not yet. `flops` counts what the kernel truly computed; `media_nbytes` what the medium truly
-    moved (a block device reads whole blocks), 0 where that equals the traffic. `after` is empty once the command has
+    moved (a block device reads whole blocks), 0 where that equals the traffic; `retries` how often it was begun again
+    after a failure (wrappers/retried.py), of which the others tell nothing. `after` is empty once the command has
     ended and the site's observers have seen it: a chain of commands must not keep every command before it alive.
     """
 
@@ -42,6 +43,7 @@ class Completion:
         "order",
         "overrun_ns",
         "queue",
+        "retries",
         "started_ns",
         "submitted_ns",
         "traffic",
@@ -71,6 +73,7 @@ class Completion:
         self.overrun_ns = 0
         self.flops = 0
         self.media_nbytes = 0
+        self.retries = 0
         self.done = False
         self.error: DeviceError | None = None
         self.order: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ class DeviceUse:
     Busy is the union of the times in which a command ran on its executors or touched its memories; stall is the time in
     which a command stood at the head of a queue waiting for another device while the device was not busy.
     `media_bytes` is what the media truly moved (a block device moves whole blocks), at least read + written; `flops`
-    what its kernels computed.
+    what its kernels computed. `retries` is how often commands were begun again after a failure (0 unless the device is
+    wrapped so), `recovered` how many of those ended well.
     """
 
     bytes_read: int = 0
@@ -23,6 +25,17 @@ class DeviceUse:
     commands: int = 0
     media_bytes: int = 0
     flops: int = 0
+    retries: int = 0
+    recovered: int = 0
+
+
+def tried_again(devices: Mapping[str, DeviceUse]) -> list[str]:
+    """A sentence for each device whose commands were tried again."""
+    return [
+        f"{name}: commands were tried again {use.retries:,} times after a failure, and {use.recovered:,} recovered"
+        for name, use in devices.items()
+        if use.retries
+    ]
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,7 @@ class Around:
         completion.flops = inner.flops
         completion.media_nbytes = inner.media_nbytes
         completion.overrun_ns = inner.overrun_ns
+        completion.retries = inner.retries
         if held.due > inner.ended_ns:
             completion.overrun_ns = self._clock.now() - held.due
         self._queues.finish(completion, inner.error)

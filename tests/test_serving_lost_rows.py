@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,8 @@ from tierloop.devices.commands import Launch
 from tierloop.devices.completion import Completion
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
+from tierloop.devices.wrappers.entries import Alloc, Free
+from tierloop.devices.wrappers.reading import read_recording
 from tierloop.runtime.arrivals import Arrival, Turn
 from tierloop.runtime.compare import PolicyRequest
 from tierloop.runtime.served import ServingResult
@@ -54,9 +58,12 @@ class Spoils:
             host.unreadable(region, int(spans.array[0, 0]), 1)
 
 
-def serve(times: int, recomputes: int) -> tuple[ServingResult, int]:
+def serve(
+    times: int, recomputes: int, wrap: Sequence[dict[str, Any]] = (), **overrides: Any
+) -> tuple[ServingResult, int]:
     """A run in which rows are lost so many times; how often they were."""
-    with open_platform(NEAR, overrides={"devices.pnm0.wrap": [{"kind": "faulty"}]}, check_hazards=True) as platform:
+    wraps = {"devices.pnm0.wrap": [{"kind": "faulty"}, *wrap]}
+    with open_platform(NEAR, overrides=wraps | overrides, check_hazards=True) as platform:
         spoils = Spoils(platform, times)
         platform.site.arrivals.append(spoils)
         how = Serving(ServingRules(4, 64, recomputes=recomputes), "float32", 16, 16)
@@ -93,3 +100,32 @@ def test_a_request_that_loses_its_rows_once_too_often_fails_alone_with_the_error
     assert list(first.tokens) == said(0)[: len(first.tokens)]
     assert first.losses == recomputes
     assert [list(each.tokens) for each in others] == [said(1), said(2)]
+
+
+def rooms(path: Path) -> list[str]:
+    """What became of the room of the first request's rows on the near memory, region by region."""
+    entries = read_recording(path).in_order()
+    nbytes = next(entry.nbytes for entry in entries if isinstance(entry, Alloc))
+    names: dict[int, str] = {}
+    told = []
+    for entry in entries:
+        if isinstance(entry, Alloc) and entry.nbytes == nbytes:
+            names[entry.region] = "abcdef"[len(names)]
+            told.append(f"take {names[entry.region]}")
+        elif isinstance(entry, Free) and entry.region in names:
+            told.append(f"give {names[entry.region]}")
+    return told
+
+
+def test_room_that_cannot_be_read_is_given_back_when_its_request_has_other_room(tmp_path: Path) -> None:
+    recorded = {"kind": "recorded", "file": str(tmp_path / "pnm.jsonl")}
+    result, _ = serve(2, 3, [recorded])
+    assert [list(each.tokens) for each in result.requests] == [said(number) for number in range(3)]
+    assert rooms(tmp_path / "pnm.jsonl")[:5] == ["take a", "take b", "give a", "take c", "give b"]
+
+
+def test_where_there_is_no_other_room_the_same_is_taken_again(tmp_path: Path) -> None:
+    recorded = {"kind": "recorded", "file": str(tmp_path / "pnm.jsonl")}
+    result, _ = serve(2, 3, [recorded], **{"devices.pnm0.capacity": 200_000})
+    assert [list(each.tokens) for each in result.requests] == [said(number) for number in range(3)]
+    assert rooms(tmp_path / "pnm.jsonl")[:5] == ["take a", "give a", "take b", "give b", "take c"]

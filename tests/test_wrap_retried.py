@@ -558,6 +558,13 @@ def test_options_outside_their_range_are_refused(options: dict[str, int], messag
         reference(site(), [lambda device, on: Retried(device, on, **options)])
 
 
+def test_the_longest_pause_that_is_allowed_needs_no_other_option() -> None:
+    on = site()
+    device, inner = failing(on, [MediaError, MediaError], backoff_ns=10**10)
+    segment, begun = source(on, device, inner), on.clock.now()
+    assert ended(on.clock, device.submit(Read(segment, room()))) == [begun + 2 * 10**10 + 30]
+
+
 def machine(folder: Path, wrap: str) -> Path:
     path = write_machine(folder, ["dram"])
     text = path.read_text().partition("\n[links.pcie]")[0].replace('reaches.cxl = ["cxl"]', "")

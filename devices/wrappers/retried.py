@@ -2,8 +2,9 @@
 
 Whoever handed the command in sees it once, and sees that it took longer: what stands behind it in its queue, or comes
 `after` it, waits for the try that counts. A command is begun again `attempts` times at most, `backoff_ns` after it
-failed, then after twice as long each time, up to `max_backoff_ns` (left out: 100 times `backoff_ns`); under σ these are
-multiplied by it. If no try goes through, the command ends with the last error, whose message says how many there were.
+failed, then after twice as long each time, up to `max_backoff_ns` (left out: 100 times `backoff_ns`, 10 s at most).
+Under σ these are multiplied by it. If no try goes through, the command ends with the last error, and its message says
+how many tries there were.
 
 What is tried again:
 
@@ -67,14 +68,14 @@ class Retried(Deferred):
         max_backoff_ns: int | None = None,
     ) -> None:
         super().__init__(device, site)
-        most = max(backoff_ns, 100 * backoff_ns) if max_backoff_ns is None else max_backoff_ns
-        for name, number, (low, high) in (
-            ("attempts", attempts, ATTEMPTS),
-            ("backoff_ns", backoff_ns, BACKOFFS),
-            ("max_backoff_ns", most, BACKOFFS),
-        ):
+        given = {"attempts": attempts, "backoff_ns": backoff_ns}
+        if max_backoff_ns is not None:
+            given["max_backoff_ns"] = max_backoff_ns
+        for name, number in given.items():
+            low, high = ATTEMPTS if name == "attempts" else BACKOFFS
             if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
                 raise ConfigurationError(f"retried: {name} {number!r}; allowed: a whole number from {low} to {high}")
+        most = min(100 * backoff_ns, BACKOFFS[1]) if max_backoff_ns is None else max_backoff_ns
         if most < backoff_ns:
             raise ConfigurationError(f"retried: max_backoff_ns {most} is below backoff_ns {backoff_ns}")
         self._attempts = attempts

@@ -23,7 +23,8 @@ class Completion:
 
     Times in ns; -1 means not yet. `flops` counts what the kernel truly computed; `media_nbytes` what the medium truly
     moved (a block device reads whole blocks), 0 where that equals the traffic; `cached_nbytes` of these were read from
-    the operating system's page cache instead, as far as is known. `after` is empty once the command has
+    the operating system's page cache instead, as far as is known; `retries` how often it was begun again after a
+    failure (wrappers/retried.py), of which the others tell nothing. `after` is empty once the command has
     ended and the site's observers have seen it: a chain of commands must not keep every command before it alive.
     """
 
@@ -44,6 +45,7 @@ class Completion:
         "order",
         "overrun_ns",
         "queue",
+        "retries",
         "started_ns",
         "submitted_ns",
         "traffic",
@@ -74,6 +76,7 @@ class Completion:
         self.flops = 0
         self.media_nbytes = 0
         self.cached_nbytes = 0
+        self.retries = 0
         self.done = False
         self.error: DeviceError | None = None
         self.order: Any = None

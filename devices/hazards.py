@@ -23,6 +23,7 @@ from tierloop.devices.commands import Flush, Read, Write, read_segments, verb, w
 
 if TYPE_CHECKING:
     from tierloop.devices.completion import Completion
+    from tierloop.devices.spans import Spans
 
 _Lane = tuple[str, int]
 
@@ -112,6 +113,12 @@ class HazardChecker:
                     f"{kinds[1]}-after-{kinds[0]} hazard at byte {at} of {place}: {access.label} is not ordered "
                     f"after {other.label}; name its completion in `after`, or wait for it first"
                 )
+
+
+def meet(a: Spans, b: Spans) -> bool:
+    """Whether a byte lies in both."""
+    one, other = (_Access(("", 0), 0, spans.array, False, "") for spans in (a, b))
+    return _overlap(one, other) is not None
 
 
 def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64], bool, object]]:

@@ -6,6 +6,8 @@ Made by whoever runs a workload and put among the observers of the platform's si
 - Bytes are counted in the memory where they lie, on the device that owns it. A host buffer lies in no memory that
   commands can name, so its side of a `Read` or `Write` is not counted. A command that failed counts no bytes, since how
   many it moved is unknown; one that never ran (cancelled, or its device was closed) is not counted as a command either.
+- A command that was begun again after a failure (devices/wrappers/retried.py) is one command, and its bytes count once;
+  `retries` says how often that was, `recovered` how many of these commands ended well.
 - Busy is the union of the times [started, ended] of commands on the device's executors or on its memories.
 - Stall is the union of the times in which a command stood at the head of one of its queues (it was submitted, and the
   command before it had ended) and waited for its `after`, minus the times in which the device was busy.
@@ -80,7 +82,18 @@ def _union(stretches: NDArray[np.int64]) -> NDArray[np.int64]:
 class _Account:
     """What one device has done since the reset."""
 
-    __slots__ = ("busy", "bytes_read", "bytes_written", "cached", "commands", "flops", "media_more", "waits")
+    __slots__ = (
+        "busy",
+        "bytes_read",
+        "bytes_written",
+        "cached",
+        "commands",
+        "flops",
+        "media_more",
+        "recovered",
+        "retries",
+        "waits",
+    )
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -89,6 +102,8 @@ class _Account:
         self.cached = 0
         self.commands = 0
         self.flops = 0
+        self.retries = 0
+        self.recovered = 0
         self.busy = Intervals()
         self.waits = Intervals()
 
@@ -117,6 +132,7 @@ class Ledger:
                 completion.flops,
                 completion.media_nbytes,
                 completion.cached_nbytes,
+                completion.retries,
             )
         )
         if len(self._log) >= _FOLD:
@@ -156,6 +172,8 @@ class Ledger:
                 media_bytes=account.bytes_read + account.bytes_written + account.media_more,
                 cached_bytes=account.cached,
                 flops=account.flops,
+                retries=account.retries,
+                recovered=account.recovered,
             )
         links = {}
         for name, link in self._site.links.items():
@@ -167,13 +185,28 @@ class Ledger:
     def _fold(self) -> None:
         log, self._log = self._log, []
         since, of_memory, accounts, queue_free = self._since, self._of_memory, self._accounts, self._queue_free
-        for device, queue, submitted, started, ended, traffic, error, flops, media_nbytes, cached_nbytes in log:
+        for (
+            device,
+            queue,
+            submitted,
+            started,
+            ended,
+            traffic,
+            error,
+            flops,
+            media_nbytes,
+            cached_nbytes,
+            retries,
+        ) in log:
             account = accounts[device]
             lane = (device, queue)
             head = queue_free.get(lane, since)
             queue_free[lane] = ended
             if started > submitted and started > head:
                 account.waits.new += (max(head, submitted, since), started)
+            if retries:
+                account.retries += retries
+                account.recovered += error is None
             if error is not None:
                 if ended > started:
                     account.commands += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tierloop.devices.errors import ConfigurationError, DeviceError, Gone, OutOfMemory
+from tierloop.devices.errors import ConfigurationError, DeviceError, Gone, MediaError, OutOfMemory
 from tierloop.devices.kernels.contract import ITEMSIZE
 from tierloop.runtime.blocks import K, TierTooSmall, V
 from tierloop.runtime.centroids import Centroids
@@ -61,12 +61,32 @@ class NearMemories:
         self.pieces = pieces
         self._partition = partition
         self._open: list[NearRequest] = []
+        self._unreadable: list[NearRows] = []
+        """Room of requests that could not be read any more: kept until another one has found its place beside it."""
         if devices:
             check_clusters(engine)
             divide(partition, len(devices), engine.shape.num_kv_heads, 1, [0])
 
     def open(self, request: Request, attends: bool) -> NearRequest:
-        """Take what the request needs, on devices that are not gone. Raises TierTooSmall, with nothing kept."""
+        """Take what the request needs, on devices that are not gone. Raises TierTooSmall, with nothing kept.
+
+        Room that could not be read before is taken last: only where there is no other.
+        """
+        try:
+            near = self._open_on_those_left(request, attends)
+        except TierTooSmall:
+            if not self._unreadable:
+                raise
+            self._give_unreadable()
+            return self._open_on_those_left(request, attends)
+        self._give_unreadable()
+        return near
+
+    def _give_unreadable(self) -> None:
+        while self._unreadable:
+            self._unreadable.pop().close()
+
+    def _open_on_those_left(self, request: Request, attends: bool) -> NearRequest:
         while self.devices:
             try:
                 return self._open_on_all(request, attends)
@@ -100,15 +120,18 @@ class NearMemories:
         self._open.append(near)
         return near
 
-    async def close(self, near: NearRequest) -> None:
-        """Wait for what is being written of the request, and give its space back."""
+    async def close(self, near: NearRequest, failure: DeviceError | None = None) -> None:
+        """Wait for what is being written of the request, and give its space back: not at once if it is unreadable."""
         near.closing = True
         for piece in list(near.under_way):
             for task in piece.tasks:
                 await task
         self._open.remove(near)
         near.centroids.close()
-        near.rows.close()
+        if isinstance(failure, MediaError):
+            self._unreadable.append(near.rows)
+        else:
+            near.rows.close()
 
     def index_nbytes(self, share: float) -> int:
         """Bytes of the centroids of all rows that the memories hold, and at most `share` of the modules' room."""
@@ -165,6 +188,6 @@ class NearMemories:
     def _taken(self) -> Counter[str]:
         """Bytes by memory that requests have."""
         taken: Counter[str] = Counter()
-        for near in self._open:
-            taken.update(near.rows.nbytes())
+        for rows in (*(near.rows for near in self._open), *self._unreadable):
+            taken.update(rows.nbytes())
         return taken

@@ -137,7 +137,7 @@ class NearMoves:
             request.fail(error)
             return
         del request.state["near"]
-        await self.memories.close(near)
+        await self.memories.close(near, error)
 
     # -- migration ----------------------------------------------------------------------------------------------------
 

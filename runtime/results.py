@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ class DeviceUse:
     which a command stood at the head of a queue waiting for another device while the device was not busy.
     `media_bytes` is what was asked of the media and moved (a block device moves whole blocks), at least read + written;
     `cached_bytes` of these came from the operating system's page cache instead, as far as is known; `flops` is what its
-    kernels computed.
+    kernels computed. `retries` is how often commands were begun again after a failure (0 unless the device is wrapped
+    so), `recovered` how many of those ended well.
     """
 
     bytes_read: int = 0
@@ -27,6 +29,17 @@ class DeviceUse:
     media_bytes: int = 0
     cached_bytes: int = 0
     flops: int = 0
+    retries: int = 0
+    recovered: int = 0
+
+
+def tried_again(devices: Mapping[str, DeviceUse]) -> list[str]:
+    """A sentence for each device whose commands were tried again."""
+    return [
+        f"{name}: commands were tried again {use.retries:,} times after a failure, and {use.recovered:,} recovered"
+        for name, use in devices.items()
+        if use.retries
+    ]
 
 
 @dataclass(frozen=True)

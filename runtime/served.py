@@ -83,7 +83,10 @@ class ServedTurn:
 
 @dataclass(frozen=True)
 class Served:
-    """One request; `prompt_tokens` are those of its first turn, `tokens` what was generated, where there is a model."""
+    """One request; `prompt_tokens` are those of its first turn, `tokens` what was generated, where there is a model.
+
+    `losses` says how often its rows were lost to a failure and it was recomputed for that; each is a preemption, too.
+    """
 
     name: str
     arrived_ns: int
@@ -95,6 +98,7 @@ class Served:
     kind: str = ""
     failure: str = ""
     tokens: tuple[int, ...] = ()
+    losses: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -224,6 +228,10 @@ class ServingResult:
         return sum(request.recomputed_tokens for request in self.requests)
 
     @property
+    def losses(self) -> int:
+        return sum(request.losses for request in self.requests)
+
+    @property
     def migrations(self) -> int:
         return sum(request.migrations for request in self.requests)
 
@@ -282,6 +290,7 @@ class ServingResult:
             "latency_ms": self.latency_ms,
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
+            "losses": self.losses,
             "migrations": self.migrations,
             "failures": self.failures,
         }
@@ -323,6 +332,7 @@ def _plain(request: Served) -> dict[str, Any]:
         "turns": turns,
         "preemptions": request.preemptions,
         "recomputed_tokens": request.recomputed_tokens,
+        "losses": request.losses,
         "migrations": request.migrations,
         "failure": request.failure,
         "tokens": list(request.tokens),

@@ -12,8 +12,9 @@ The step is one of the decoder, with a part for what decodes and one for each ch
 its prompt is where it belongs (`Policy.prompt_is_stored`), so writing the KV cache out is part of the time to the first
 token. A request with several turns keeps its rows between them, and may be preempted then before anybody else.
 
-A request that can never be served (it alone does not fit, a device that it needs was lost) fails alone. One whose
-device was lost in the middle is recomputed once, and fails if that fails.
+A request that can never be served (it alone does not fit, a device that it needs was lost) fails alone. One whose rows
+were lost in the middle (their device is gone, or cannot read them any more) is recomputed, `recomputes` times at most,
+and fails then: a failure that stays does not keep it coming back for ever.
 
 The loop knows nothing of devices and time but the clock: the same code serves a real model and phantom requests.
 """
@@ -38,6 +39,7 @@ from tierloop.runtime.stages import phantom_prefill
 
 PREEMPTIONS = ("recompute", "swap")
 LARGEST_STEP = 1 << 20
+MOST_RECOMPUTES = 1000
 PromptOf = Callable[[Arrival, int], Sequence[int]]
 """The prompt tokens of a turn of an arrival."""
 
@@ -47,22 +49,25 @@ class ServingRules:
     """Limits of a step, and what happens to whom there is no room for. Raises ConfigurationError.
 
     `max_batch` requests at most hold space at a time, `step_tokens` new tokens at most are in a step. With
-    `prefill_workers` prompts are prefilled elsewhere (prefill_workers.py); later turns are not.
+    `prefill_workers` prompts are prefilled elsewhere (prefill_workers.py); later turns are not. A request that loses
+    its rows is recomputed `recomputes` times in its life, and fails at the next loss.
     """
 
     max_batch: int = 256
     step_tokens: int = 2048
     preemption: Literal["recompute", "swap"] = "recompute"
     prefill_workers: int = 0
+    recomputes: int = 1
 
     def __post_init__(self) -> None:
         for name, most in (("max_batch", LARGEST_STEP), ("step_tokens", LARGEST_STEP)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise ConfigurationError(f"{name} is {value!r}; it must be a whole number from 1 to {most:,}")
-        workers = self.prefill_workers
-        if isinstance(workers, bool) or not isinstance(workers, int) or not 0 <= workers <= LARGEST_STEP:
-            raise ConfigurationError(f"prefill_workers is {workers!r}; it must be a whole number, 0 or more")
+        for name, most in (("prefill_workers", LARGEST_STEP), ("recomputes", MOST_RECOMPUTES)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise ConfigurationError(f"{name} is {value!r}; it must be a whole number from 0 to {most:,}")
         if self.step_tokens < self.max_batch:
             raise ConfigurationError(
                 f"step_tokens is {self.step_tokens}; it must be at least max_batch, which is {self.max_batch}: every "
@@ -86,7 +91,7 @@ class _Served:
     generated: int = 0
     stored: int = 0
     order: int = 0
-    recomputed_after_loss: bool = False
+    losses: int = 0
 
     @property
     def name(self) -> str:
@@ -452,13 +457,14 @@ class Server:
         self._bell.ring()
 
     async def _lost(self, served: _Served) -> None:
-        """A request failed in a step: recompute it, once, where it still fits."""
+        """A request failed in a step: recompute it where it still fits, unless that was done often enough."""
         error = served.request.failure
         assert error is not None, "it failed"
-        if served.recomputed_after_loss:
+        if served.losses == self.rules.recomputes:
             await self._fail(served, error)
             return
-        served.recomputed_after_loss = True
+        served.losses += 1
         self._preempted = True
+        self.log.lost(served.name)
         self.log.preempted(served.name, served.stored)
         await self._start_again(served)

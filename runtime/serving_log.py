@@ -52,6 +52,10 @@ class Log:
         record.preemptions += 1
         record.recomputed_tokens += recomputed_tokens
 
+    def lost(self, name: str) -> None:
+        """The request has lost its rows, and is recomputed for that: it is preempted, too."""
+        self._open(name).losses += 1
+
     def migrated(self, name: str) -> None:
         """The request's cache has moved to another device."""
         self._open(name).migrations += 1
@@ -107,6 +111,7 @@ class Log:
             record.kind,
             failure,
             tuple(record.tokens),
+            record.losses,
         )
 
     def _turn(self, turn: _Asked, ended_ns: int, complete: bool) -> ServedTurn:
@@ -142,3 +147,4 @@ class _Record:
     preemptions: int = 0
     recomputed_tokens: int = 0
     migrations: int = 0
+    losses: int = 0

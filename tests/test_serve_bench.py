@@ -38,7 +38,7 @@ def test_the_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None
         assert shown[metric]["p50"] <= shown[metric]["p95"] <= shown[metric]["p99"]
         assert shown[metric]["p50"] > 0
     assert shown["tokens_per_s"] == pytest.approx(36e9 / shown["elapsed_ns"])
-    assert (shown["preemptions"], shown["migrations"], shown["failures"]) == (0, 0, {})
+    assert (shown["preemptions"], shown["losses"], shown["migrations"], shown["failures"]) == (0, 0, 0, {})
     assert (shown["provenance"], shown["clock"]) == ("extrapolated", "virtual")
     assert "2 layers stand for 32" in shown["notes"]
     assert [each["name"] for each in shown["served"]] == [f"request-{i}" for i in range(6)]
@@ -50,6 +50,7 @@ def test_the_json_keeps_its_contract(capsys: pytest.CaptureFixture[str]) -> None
         "step_tokens": 2048,
         "preemption": "recompute",
         "prefill_workers": 0,
+        "recomputes": 1,
     }
     assert config["traffic"]["short"] == "300:6"
 
@@ -238,6 +239,7 @@ def test_lengths_are_what_their_text_says(least: int, more: int, output: int, si
         ({"trace": Path("nowhere.jsonl")}, "--requests and --trace"),
         ({"max_batch": 10, "step_tokens": 5}, "step_tokens is 5; it must be at least max_batch"),
         ({"preemption": "kill"}, "preemption is 'kill'"),
+        ({"recomputes": 1001}, "recomputes is 1001; it must be a whole number from 0 to 1,000"),
         ({"utilisation": 1.5}, "utilisation is 1.5"),
         ({"block_tokens": 100}, "block_tokens 100"),
         ({"kv_dtype": "int4"}, "kv_dtype 'int4'"),

@@ -164,6 +164,9 @@ def test_arrivals_that_are_wrong_are_refused() -> None:
         ({"step_tokens": 2.5}, "step_tokens is 2.5"),
         ({"max_batch": 9, "step_tokens": 8}, "step_tokens is 8; it must be at least max_batch, which is 9"),
         ({"preemption": "kill"}, "preemption is 'kill'; it must be one of recompute, swap"),
+        ({"prefill_workers": -1}, "prefill_workers is -1; it must be a whole number from 0 to"),
+        ({"recomputes": -1}, "recomputes is -1; it must be a whole number from 0 to 1,000"),
+        ({"recomputes": True}, "recomputes is True"),
     ],
 )
 def test_rules_that_are_wrong_are_refused(rules: dict[str, Any], message: str) -> None:

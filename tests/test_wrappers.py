@@ -43,11 +43,16 @@ from tierloop.devices.wrappers import Around, Delayed, Latency, Throttled, read_
 from tierloop.emulators.device import open_emulated
 from tierloop.runtime.ledger import Ledger
 
+
+def _put(name: str, at: int, order: list[str]) -> list[str]:
+    return [*order[:at], name, *order[at:]]
+
+
 ORDERS = [
-    [*order[: at % 5], "faulty", *order[at % 5 :]]
+    _put("retried", at % 6, _put("faulty", at % 5, list(order)))
     for at, order in enumerate(permutations(["throttled", "delayed", "recorded", "checked"]))
 ]
-"""Every order of four, the fifth at each place in turn."""
+"""Every order of four, the fifth and the sixth at each place in turn."""
 
 
 def cpu(on: Site, layers: list[Layer]) -> Device:
@@ -59,7 +64,7 @@ def dram(on: Site, folder: Path, layers: list[Layer]) -> Device:
     return wrapped(on, lambda inside: open_emulated("emu:dram", inside, options), layers)
 
 
-@pytest.fixture(params=["throttled", "delayed", "recorded", "checked", "faulty"])
+@pytest.fixture(params=["throttled", "delayed", "recorded", "checked", "faulty", "retried"])
 def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
     """Each of the wrappers."""
     return all_kinds(tmp_path)[request.param]

@@ -103,7 +103,7 @@ def _there(clock: Clock, device: Device, launch: Launch) -> Launch:
 
 def all_kinds(folder: Path) -> dict[str, Layer]:
     """All wrappers by name, none of them slow."""
-    from tierloop.devices.wrappers import Checked, Delayed, Faulty, Latency, Recorded, Throttled
+    from tierloop.devices.wrappers import Checked, Delayed, Faulty, Latency, Recorded, Retried, Throttled
 
     return {
         "throttled": lambda device, on: Throttled(device, on, 3_000_000_000, 2_000_000_000),
@@ -111,4 +111,5 @@ def all_kinds(folder: Path) -> dict[str, Layer]:
         "recorded": lambda device, on: Recorded(device, on, folder / "all.jsonl", replace=True),
         "checked": lambda device, on: Checked(device, on, 256),
         "faulty": lambda device, on: Faulty(device, on),
+        "retried": lambda device, on: Retried(device, on, attempts=2, backoff_ns=1_000),
     }

@@ -111,6 +111,9 @@ def serve_bench(
         int,
         typer.Option("--prefill-workers", min=0, help="Prompts of shapes come from so many machines of their own."),
     ] = 0,
+    recomputes: Annotated[
+        int, typer.Option("--recomputes", min=0, help="How often a request that loses its rows is computed again.")
+    ] = 1,
     utilisation: Utilisation = None,
     block_tokens: Annotated[
         int | None, typer.Option("--block-tokens", min=64, help=f"Tokens per block. [{BLOCK}; {REAL_BLOCK}]")
@@ -173,7 +176,7 @@ def serve_bench(
     if not real and (clock not in (None, "virtual") or dilation is not None):
         raise ConfigurationError("--clock and --dilation: shapes take virtual time; give --real")
     step = step_tokens or (REAL_STEP if real else STEP)
-    rules = ServingRules(max_batch or min(256, step), step, preemption, prefill_workers)  # type: ignore[arg-type]  # it checks that
+    rules = ServingRules(max_batch or min(256, step), step, preemption, prefill_workers, recomputes)  # type: ignore[arg-type]  # it checks that
     how = Serving(
         rules,
         kv_dtype or (REAL_DTYPE if real else DTYPE),  # type: ignore[arg-type]  # it checks that, too

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from tierloop.runtime.results import tried_again
 from tierloop.runtime.served import Limits, ServingResult
 from tierloop.runtime.spread import Spread
 
@@ -47,6 +48,7 @@ def serving_remarks(results: Sequence[ServingResult]) -> list[str]:
     ]
     for result in ran:
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
+        lines += [f"{result.policy}: {line}" for line in tried_again(result.devices)]
         told = list(result.failures.items())[:MOST_REASONS]
         lines += [f"{result.policy}: {name} failed: {reason}" for name, reason in told]
         if len(result.failures) > len(told):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from tierloop.runtime.results import Comparison, PolicyResult
+from tierloop.runtime.results import Comparison, PolicyResult, tried_again
 
 _TEXT = 48
 """Characters of an answer that the table shows; the report and the JSON hold all of it."""
@@ -94,6 +94,7 @@ def remarks(comparison: Comparison) -> list[str]:
             if use.cached_bytes
         ]
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
+        lines += [f"{result.policy}: {line}" for line in tried_again(result.devices)]
         if result.clipped_keys:
             lines.append(
                 f"{result.policy}: elements of later keys beyond the range of {comparison.kv_dtype} that the prompt "

@@ -1,4 +1,4 @@
-"""Wrappers: devices around other devices, real ones too, that slow down, record or check what passes through them."""
+"""Wrappers: devices around other devices, real ones too, that slow down, record, check or repeat commands."""
 
 from tierloop.devices.wrappers.around import Around, wrapped
 from tierloop.devices.wrappers.checked import Checked
@@ -7,6 +7,7 @@ from tierloop.devices.wrappers.entries import Recording
 from tierloop.devices.wrappers.faulty import Faulty
 from tierloop.devices.wrappers.reading import read_recording
 from tierloop.devices.wrappers.recorded import Recorded
+from tierloop.devices.wrappers.retried import Retried
 from tierloop.devices.wrappers.throttled import Throttled
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Latency",
     "Recorded",
     "Recording",
+    "Retried",
     "Throttled",
     "read_recording",
     "wrapped",

@@ -222,9 +222,8 @@ class Around:
         completion, inner = held.completion, held.inner
         if completion is None or inner is None:
             return
-        completion.flops = inner.flops
-        completion.media_nbytes, completion.cached_nbytes = inner.media_nbytes, inner.cached_nbytes
-        completion.overrun_ns = inner.overrun_ns
+        tell(completion, inner)
+        completion.retries = inner.retries
         if held.due > inner.ended_ns:
             completion.overrun_ns = self._clock.now() - held.due
         self._queues.finish(completion, inner.error)
@@ -251,6 +250,13 @@ def named(after: Sequence[Completion]) -> Iterator[Completion]:
             yield from named(completion.after)
         else:
             yield completion
+
+
+def tell(completion: Completion, inner: Completion) -> None:
+    """What the device inside has truly computed and moved is what the command has."""
+    completion.flops = inner.flops
+    completion.media_nbytes, completion.cached_nbytes = inner.media_nbytes, inner.cached_nbytes
+    completion.overrun_ns = inner.overrun_ns
 
 
 def look(completion: Completion) -> None:

@@ -26,7 +26,7 @@ finding out who damages what, not for speed. An executor whose device cannot rea
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -43,13 +43,13 @@ from tierloop.devices.commands import (
     write_segments,
 )
 from tierloop.devices.completion import Completion
-from tierloop.devices.device import Device, Estimate, check, check_alignment
-from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, MediaError, OutOfRange
+from tierloop.devices.device import Device, Estimate
+from tierloop.devices.errors import ConfigurationError, DeviceError, MediaError
 from tierloop.devices.info import DeviceInfo
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.devices.spans import Spans
-from tierloop.devices.wrappers.around import Around, Held, look
+from tierloop.devices.wrappers.around import Held, look
 from tierloop.devices.wrappers.checksums import (
     Blocks,
     Bytes,
@@ -61,6 +61,7 @@ from tierloop.devices.wrappers.checksums import (
     overlapping,
     overlay,
 )
+from tierloop.devices.wrappers.deferred import Deferred
 from tierloop.devices.wrappers.turns import Need, Turns
 
 BLOCKS = (64, 1 << 24)
@@ -80,7 +81,7 @@ _Steps = Generator[_Step, Completion, DeviceError | None]
 """What is handed to the device inside, one command after the other, and in the end what the whole came to."""
 
 
-class Checked(Around):
+class Checked(Deferred):
     """Verifies what is read against what was written, in blocks of `block_nbytes`, a multiple of the memory's grid."""
 
     def __init__(self, device: Device, site: Site, block_nbytes: int = 4096) -> None:
@@ -107,9 +108,7 @@ class Checked(Around):
 
     def free(self, region: Region) -> None:
         """Free on the device inside. Raises what that raises, or Busy while a command here names the region."""
-        if (self._info or self.info) and self._queues.uses(region):
-            raise Busy(self._name, "free", f"{region} is named by a command that has not ended")
-        self.inner.free(region)
+        super().free(region)
         self._regions.pop(region, None)
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
@@ -149,7 +148,6 @@ class Checked(Around):
                     f"checked: block_nbytes {self._block_nbytes}; allowed: at most {executor.largest_transfer}, what "
                     f"{executor.name} of {inner.name} moves in one command"
                 )
-        self._grids = {memory.name: memory.alignment for memory in inner.memories}
         self._readers = {
             memory.name: [e for e in inner.executors if "read" in e.verbs and e.path(memory.name) is not None]
             for memory in inner.memories
@@ -160,19 +158,6 @@ class Checked(Around):
         return super()._describe(inner)
 
     # -- the way of a command -----------------------------------------------------------------------------------
-
-    def _accept(self, command: Command, queue: int, after: Sequence[Completion]) -> Held:
-        """Nothing is handed on before its turn, because reads go first; `estimate` says what the device refuses."""
-        traffic = check(self.info, command, queue)
-        for memory, grid in self._grids.items():
-            check_alignment(self.info, command, memory, grid)
-        for region, _ in read_segments(command) + write_segments(command):
-            if region.memory in self._grids and region.device != self._name:
-                raise OutOfRange(self._name, verb(command), f"{region} is not a region of this device")
-        self.inner.estimate(command, queue)
-        held = Held(self, traffic)
-        held.note = after
-        return held
 
     def _begin(self, held: Held) -> None:
         assert held.completion is not None
@@ -203,6 +188,8 @@ class Checked(Around):
         if held.completion is None or self._closed:
             steps.close()
             return
+        if ended is not None:
+            held.completion.retries += ended.retries
         try:
             command, queue, after = next(steps) if ended is None else steps.send(ended)
             inner = self.inner.submit(command, queue, after)
@@ -213,15 +200,6 @@ class Checked(Around):
             self._conclude(held, error)
         else:
             inner.on_done(lambda inner: self._advance(held, steps, inner))
-
-    def _conclude(self, held: Held, error: DeviceError | None) -> None:
-        completion, inner = held.completion, held.inner
-        assert completion is not None
-        if inner is not None:
-            completion.flops = inner.flops
-            completion.media_nbytes, completion.cached_nbytes = inner.media_nbytes, inner.cached_nbytes
-            completion.overrun_ns = inner.overrun_ns
-        self._queues.finish(completion, error)
 
     def _ended(self, held: Held, completion: Completion) -> None:
         held.note = None

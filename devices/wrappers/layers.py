@@ -8,6 +8,7 @@
       { kind = "recorded", file = "dram.jsonl", replace = true },
       { kind = "checked", block_nbytes = 4096 },
       { kind = "faulty", read_per_million = 100, write_per_million = 0, seed = 1 },
+      { kind = "retried", attempts = 3, backoff_ns = 100_000 },
     ]
 
 The first is the innermost. `delayed` takes `read_ns`, `write_ns`, `copy_ns`, `launch_ns`, `flush_ns`, each with a
@@ -29,6 +30,7 @@ from tierloop.devices.wrappers.checked import BLOCKS, Checked
 from tierloop.devices.wrappers.delayed import LATENCIES, Delayed, Latency
 from tierloop.devices.wrappers.faulty import DEADLINES, MILLION, Faulty
 from tierloop.devices.wrappers.recorded import Recorded
+from tierloop.devices.wrappers.retried import ATTEMPTS, BACKOFFS, Retried
 from tierloop.devices.wrappers.throttled import RATES, Throttled
 
 KINDS: dict[str, type[Around]] = {
@@ -37,6 +39,7 @@ KINDS: dict[str, type[Around]] = {
     "recorded": Recorded,
     "checked": Checked,
     "faulty": Faulty,
+    "retried": Retried,
 }
 
 
@@ -103,10 +106,19 @@ def _faulty(table: Table) -> dict[str, Any]:
     return options
 
 
+def _retried(table: Table) -> dict[str, Any]:
+    options = {"attempts": table.integer("attempts", *ATTEMPTS)} if table.has("attempts") else {}
+    for key in ("backoff_ns", "max_backoff_ns"):
+        if table.has(key):
+            options[key] = table.integer(key, *BACKOFFS)
+    return options
+
+
 _READERS = {
     "throttled": _throttled,
     "delayed": _delayed,
     "recorded": _recorded,
     "checked": _checked,
     "faulty": _faulty,
+    "retried": _retried,
 }

@@ -256,7 +256,7 @@ class Nelssa(Policy):
         near = request.state.get("near")
         try:
             if near is not None:
-                await self._memories.close(near)
+                await self._memories.close(near, request.failure)
         finally:
             own = self.blocks.release(request)
             await super().release(request)

@@ -10,6 +10,7 @@ A device that is memory only is reached by the executors of other devices, so an
 from __future__ import annotations
 
 import unittest
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -106,8 +107,8 @@ class Subject:
         self.info = self.device.info
         self.rng = np.random.default_rng(seed)
         self._arguments = (opener, virtual, device, seed)
-        self._ended: set[Completion] = set()
-        self.site.observers.append(self._ended.add)
+        self._ended: Counter[Completion] = Counter()
+        self.site.observers.append(self._note)
 
     def close(self) -> None:
         """Close the platform; raises what the device does."""
@@ -121,6 +122,9 @@ class Subject:
         """Close after a check that did not pass: what that raises is a consequence, not a finding."""
         with suppress(Exception):
             self.platform.close()
+
+    def _note(self, completion: Completion) -> None:
+        self._ended[completion] += 1
 
     # Where things can go
 
@@ -221,7 +225,9 @@ class Subject:
         name, what = lane.device.info.name, f"{verb(completion.command)} on {lane}"
         expect(completion.device == name, f"{what}: the completion is of {completion.device}, not of {name}")
         expect(completion.queue == lane.queue, f"{what}: the completion is of queue {completion.queue}")
-        expect(completion in self._ended, f"{what}: the site's observers were not told that it ended")
+        told = self._ended[completion]
+        expect(told, f"{what}: the site's observers were not told that it ended")
+        expect(told == 1, f"{what}: the site's observers were told {told} times that it ended")
         moved, named = completion.traffic, Traffic(completion.command)
         expect(
             (moved.read, moved.written) == (named.read, named.written),

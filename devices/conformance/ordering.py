@@ -236,7 +236,7 @@ def check_copies_and_launches_show_nothing_before_they_end(subject: Subject) -> 
         raise Skip("a real device may show the bytes of an unordered command or not")
     memory = subject.memory()
     tried = False
-    ways: list[tuple[Lane, Callable[[Region, Region], Command]]] = []
+    ways: list[tuple[Lane, Callable[[Region, Region], Copy | Launch]]] = []
     ways += [(lane, _copy) for lane in copies(subject, memory.name, memory.name)[:1]]
     if memory.alignment <= 4:
         gathering = [lane for lane in subject.lanes(memory.name) if "gather" in lane.executor.kernels]

@@ -181,9 +181,11 @@ class PnmDevice:
         try:
             place = Place(region.id, offset, self._extents.rounded(nbytes))
             self._session.ask(Request(Opcode.REGION_ADD, "alloc", place.pack(), nbytes=0))
-        except DeviceError:
+        except DeviceError as error:
             self._arena.remove(region, False)
-            self._extents.give(self._places.pop(region), nbytes)
+            del self._places[region]
+            if not isinstance(error, ProtocolError) or self._gives_back(region):
+                self._extents.give(offset, nbytes)
             raise
         return region
 
@@ -192,8 +194,23 @@ class PnmDevice:
         self._alive("free")
         self._arena.remove(region, self._queues.uses(region))
         offset = self._places.pop(region)
-        self._session.ask(Request(Opcode.REGION_DROP, "free", pack_drop(region.id), nbytes=0))
+        try:
+            self._session.ask(_drop(region))
+        except ProtocolError:
+            if self._gives_back(region):
+                self._extents.give(offset, region.nbytes)
+            raise
         self._extents.give(offset, region.nbytes)
+
+    def _gives_back(self, region: Region) -> bool:
+        """Whether a region that the device may have is its no more: only then another one may lie in its place."""
+        try:
+            self._session.ask(_drop(region))
+        except OutOfRange:  # it does not have it
+            return True
+        except DeviceError:
+            return False
+        return True
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
         """Queue a command. Raises OutOfRange, Unsupported, Busy or Gone."""
@@ -335,6 +352,10 @@ class PnmDevice:
         finally:  # whatever a follower raised: the others still wait for their answers
             if self._jobs and not self._closing:
                 self._look_again(self._pause_ns)
+
+
+def _drop(region: Region) -> Request:
+    return Request(Opcode.REGION_DROP, "free", pack_drop(region.id), nbytes=0)
 
 
 def _nbytes(command: Command) -> int:

@@ -6,14 +6,23 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
 
-from tests.broken_devices import BROKEN, BROKEN_BY_FAULTS, WRONG_KERNELS, CallsItselfReal, ClaimsEqualBits, DirtyMemory
+from tests.broken_devices import (
+    BROKEN,
+    BROKEN_BY_FAULTS,
+    WRONG_KERNELS,
+    CallsItselfReal,
+    ClaimsEqualBits,
+    DirtyMemory,
+    half_precision,
+)
 from tests.planted_faults import PLANTED, PLANTED_KERNELS
 from tierloop.devices.conformance import LEVELS, NUMBERS, Report, Result, Skip, Suite, named, oracle, run
 from tierloop.devices.conformance.example import Example, Kernel
@@ -152,6 +161,48 @@ def test_a_wrong_kernel_is_failed_by_the_check_that_is_meant_for_it(kernel: str,
 def test_bits_that_depend_on_the_cut_are_noticed(name: str) -> None:
     report = run(lambda site: ClaimsEqualBits(site, capacity=8 << 20, kernels=DEFINED), only=[name], virtual=True)
     assert report.outcome(name) == "failed", str(report)
+
+
+class SumsOf16Bits(Example):
+    """Keeps its sums in float16, and says so."""
+
+    accumulator: ClassVar[Literal["float16", "float32"]] = "float16"
+
+    def __init__(self, site: Site) -> None:
+        rounded = dict.fromkeys(["attend", "logits", "combine", "merge", "score"], half_precision)
+        super().__init__(site, capacity=8 << 20, kernels={**DEFINED, **rounded})
+        executor = replace(self._info.executors[0], dtypes=frozenset({"float16", "float32"}))
+        arithmetic = Arithmetic("half", self.accumulator, self.accumulator, cut_invariant=False)
+        self._info = replace(self._info, executors=(executor,), arithmetic=arithmetic)
+
+
+class SaysThatItHas32(SumsOf16Bits):
+    """Keeps its sums in float16, and does not say so."""
+
+    accumulator = "float32"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attend_is_attention",
+        "one_token_gives_its_value",
+        "logits_are_scaled_products",
+        "combine_is_attention_of_given_logits",
+        "merge_is_the_softmax_over_parts",
+        "score_is_what_the_summary_says",
+    ],
+)
+def test_a_device_is_judged_by_the_arithmetic_that_it_declares(name: str) -> None:
+    for device, outcome in ((SumsOf16Bits, "passed"), (SaysThatItHas32, "failed")):
+        report = run(device, only=[name], virtual=True)
+        assert report.outcome(name) == outcome, str(report)
+
+
+@pytest.mark.parametrize("name", ["bits_do_not_depend_on_the_cut", "combine_of_logits_is_attend"])
+def test_a_device_whose_sums_depend_on_the_launch_is_held_to_the_bound_only(name: str) -> None:
+    report = run(SumsOf16Bits, only=[name], virtual=True)
+    assert report.outcome(name) == "skipped", str(report)
 
 
 # The oracle, against what can be computed by hand

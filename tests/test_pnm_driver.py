@@ -14,6 +14,7 @@ from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.drivers.pnm_wire import Place
 from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
+from tierloop.devices.info import Arithmetic
 from tierloop.devices.kernels.contract import Gather, Topk
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
@@ -52,6 +53,13 @@ def test_it_is_what_the_device_says(rig: Rig) -> None:
     )  # fmt: skip
     assert (dma.kind, dma.kernels, dma.reached) == ("dma", frozenset(), frozenset({"pnm1", "dram"}))
     assert info.memories[0].capacity == MIB
+
+
+def test_a_card_of_another_microkernel_is_held_to_the_bound_of_its_arithmetic() -> None:
+    rig = Rig(card_of(arithmetic=Arithmetic("a-vendors-3", "float16", "float16", "float16")))
+    said = rig.device.info.arithmetic
+    assert said == Arithmetic("a-vendors-3", "float16", "float16", "float16", cut_invariant=False)
+    rig.close()
 
 
 def test_every_write_is_added(rig: Rig) -> None:

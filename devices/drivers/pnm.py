@@ -27,7 +27,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.kernels import MICROKERNEL
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
@@ -413,6 +414,6 @@ def _describe(name: str, options: Options, limits: Limits, model: str) -> Device
         "sram_nbytes": str(limits.sram_nbytes),
     }
     memory = MemoryInfo(name, limits.capacity // limits.grid * limits.grid)
-    return DeviceInfo(
-        name, "pnm", "real", (memory,), (engines, dma), arithmetic=limits.arithmetic, model=model, notes=notes
-    )
+    ours = limits.arithmetic.microkernel == MICROKERNEL  # of another one nobody knows the order of sums
+    arithmetic = replace(limits.arithmetic, cut_invariant=ours)
+    return DeviceInfo(name, "pnm", "real", (memory,), (engines, dma), arithmetic=arithmetic, model=model, notes=notes)

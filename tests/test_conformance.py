@@ -312,6 +312,11 @@ def test_what_the_opener_raises_is_passed_on() -> None:
         run(broken)
 
 
+def test_an_opener_that_gives_no_device_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"gave None, whose `info` raises AttributeError: .*; allowed: a dev"):
+        run(lambda site: None)  # type: ignore[arg-type,return-value]  # on purpose
+
+
 def test_a_real_device_is_not_tested_on_the_virtual_clock() -> None:
     with pytest.raises(ConfigurationError, match="virtual clock"):
         run(lambda site: CallsItselfReal(site), virtual=True)

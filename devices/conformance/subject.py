@@ -25,7 +25,7 @@ from tierloop.devices.conformance.gate import Gate
 from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, DeviceError, Unsupported, nearest
 from tierloop.devices.hazards import HazardChecker
-from tierloop.devices.info import ExecutorInfo, MemoryInfo
+from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
@@ -98,13 +98,13 @@ class Subject:
             self.platform = opened
             self.device = _picked(opened, device)
         else:
-            self.platform = Platform("conformance", site, {opened.info.name: opened})
+            self.platform = Platform("conformance", site, {_info(opened).name: opened})
             self.device = opened
         self.site = self.platform.site
         if self.site.checker is None:
             self.site.checker = HazardChecker()
         self.clock = self.site.clock
-        self.info = self.device.info
+        self.info = _info(self.device)
         self.rng = np.random.default_rng(seed)
         self._arguments = (opener, virtual, device, seed)
         self._ended: Counter[Completion] = Counter()
@@ -305,6 +305,19 @@ class Subject:
             return self.device.alloc(nbytes, memory.name, phantom=True)
         except Unsupported:
             return None
+
+
+def _info(device: Device) -> DeviceInfo:
+    """What the device says of itself. Raises ConfigurationError where it cannot be asked at all."""
+    try:
+        return device.info
+    except DeviceError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the opener gave {device!r}, whose `info` raises {type(error).__name__}: {error}; allowed: a device, or a "
+            "platform that holds it"
+        ) from error
 
 
 def _picked(platform: Platform, name: str | None) -> Device:

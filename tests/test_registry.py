@@ -160,6 +160,24 @@ def test_a_driver_that_is_faulty_is_blamed_with_its_distribution(
     assert "tierloop-acme" in seen.reasons[0]
 
 
+@pytest.mark.parametrize("member", ["info", "close"])
+def test_a_driver_whose_device_raises_leaves_the_others_in_the_inventory(
+    offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, member: str
+) -> None:
+    wrong = {"info": "property(lambda self: 1 / 0)", "close": "lambda self: 1 / 0"}[member]
+    (tmp_path / "raising.py").write_text(
+        "from tierloop.devices.conformance.example import Example\n"
+        f"class Card(Example):\n    {member} = {wrong}\n"
+        "def opened(name, site, options): return Card(site, name)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "raising", raising=False)
+    offer("tierloop-acme", "acme", "raising:opened")
+    found = {each.driver: each for each in inventory()}
+    assert found["acme"].reasons == ("driver 'acme' of tierloop-acme is faulty: ZeroDivisionError: division by zero",)
+    assert found["cpu"].usable
+
+
 def test_platforms_come_from_packages_and_are_listed_with_what_is_wrong(
     offer: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,9 @@ def _opened(driver: Discovered) -> Found:
         device.close()
     except (ConfigurationError, DeviceError) as error:
         return Found(name, "", provenance, False, (f"not looked for: a platform file names it ({error})",), driver.name)
+    except Exception as error:  # one driver that is faulty says nothing of the others
+        wrong = f"driver {driver.name!r} of {driver.distribution} is faulty: {type(error).__name__}: {error}"
+        return Found(name, "", provenance, False, (wrong,), driver.name)
     return Found(info.name, info.kind, info.provenance, True, (), driver.name)
 
 

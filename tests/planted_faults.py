@@ -315,6 +315,13 @@ class FreesOperands(Example):
             self._in_use[number] += 1
 
 
+class HalvesOfBytes(Example):
+    """Takes any number for a size."""
+
+    def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
+        return super().alloc(int(nbytes) if isinstance(nbytes, float) and nbytes > 0 else nbytes, memory, phantom)
+
+
 class EstimatesAnything(Example):
     """Has an estimate for commands that it would refuse."""
 
@@ -442,6 +449,7 @@ PLANTED: list[tuple[type[Example], str]] = [
     (OneMebibyte, "a_large_transfer_arrives_whole"),
     (OffsetsOf17Bits, "a_large_transfer_arrives_whole"),
     (UpperHalfIsTheLower, "every_region_has_bytes_of_its_own"),
+    (HalvesOfBytes, "nonsense_is_not_allocated"),
     (AllMemoryMinusOne, "nothing_is_used_up_by_use"),
     (FreshFromBefore, "fresh_memory_is_zero"),
     (DropsTheSixHundredth, "thousands_of_commands_are_all_carried_out"),

@@ -80,8 +80,8 @@ class Example:
         name, mine = self._info.name, self._info.memories[0]
         if memory not in (None, mine.name):
             raise OutOfRange(name, "alloc", f"there is no memory {memory!r}; there is {mine.name!r}")
-        if nbytes < 0:
-            raise OutOfRange(name, "alloc", f"{nbytes} bytes")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or nbytes < 0:
+            raise OutOfRange(name, "alloc", f"{nbytes!r} bytes")
         if phantom:
             raise Unsupported(name, "alloc", "phantom regions")
         free = mine.capacity - sum(r.nbytes for r in self._regions.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write
@@ -231,10 +233,12 @@ def check_capacity_is_a_limit_and_comes_back(subject: Subject) -> None:
 
 
 def check_nonsense_is_not_allocated(subject: Subject) -> None:
-    """Negative sizes and memories that the device does not have are out of range."""
-    subject.memories()
-    with refused("a region of -1 bytes", OutOfRange):
-        subject.device.alloc(-1)
+    """Negative sizes, what is no whole number, and memories that the device does not have are out of range."""
+    nbytes = subject.room(subject.memories()[0])
+    bad: list[Any] = [-1, nbytes + 0.5, float(nbytes), float("nan"), str(nbytes), None, True]
+    for size in bad:
+        with refused(f"a region of {size!r} bytes", OutOfRange):
+            subject.device.alloc(size)
     with refused("a region on a memory that does not exist", OutOfRange):
         subject.device.alloc(subject.info.memories[0].alignment, "no such memory")
     subject.works()

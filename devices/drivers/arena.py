@@ -33,6 +33,8 @@ class Arena:
         name, capacity = self._memory.name, self._memory.capacity
         if memory not in (None, name):
             raise OutOfRange(self._device, "alloc", f"there is no memory {memory!r} here, only {name!r}")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer):
+            raise OutOfRange(self._device, "alloc", f"{nbytes!r} bytes; a region has a whole number of them")
         if nbytes < 1:
             raise OutOfRange(self._device, "alloc", f"{nbytes} bytes; a region has at least 1")
         taken = self._rounded(nbytes)

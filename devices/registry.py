@@ -27,12 +27,13 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any, Literal
 
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.device import Device
-from tierloop.devices.errors import ConfigurationError, nearest
+from tierloop.devices.errors import ConfigurationError, DeviceError, nearest
 from tierloop.devices.hazards import HazardChecker
 from tierloop.devices.host_speed import automatic_dilation, demands, host_speed, smallest_dilation
 from tierloop.devices.platform import Platform
@@ -49,6 +50,10 @@ from tierloop.devices.wrappers.around import wrapped
 
 GROUPS = {"devices": "tierloop.devices", "platforms": "tierloop.platforms", "policies": "tierloop.policies"}
 _SINGULAR = {"devices": "driver", "platforms": "platform package", "policies": "policy"}
+
+_OURS = "tierloop"
+_MEMBERS = ("info", "alloc", "free", "submit", "estimate", "poll", "close")
+"""What a device has (device.py)."""
 
 Factory = Callable[[str, Site, dict[str, Any]], Device]
 ClockKind = Literal["virtual", "wall"]
@@ -90,6 +95,30 @@ def entry(group: str, name: str) -> Any:
     if name not in found:
         raise ConfigurationError(f"unknown {_SINGULAR[group]} {name!r}; {nearest(name, sorted(found))}")
     return _load(group, found[name])
+
+
+def open_device(driver: str, name: str, site: Site, options: dict[str, Any]) -> Device:
+    """Have a driver open a device. Raises what the driver raises, where that is a DeviceError or ConfigurationError.
+
+    Anything else that a driver of another distribution raises, and whatever it gives that is no device, becomes a
+    ConfigurationError that names the two; of a driver of ours it is a bug of ours, and stays what it is.
+    """
+    factory = entry("devices", driver)
+    distribution = ", ".join(_distribution(point) for point in _offers("devices").get(driver, []))
+    try:
+        device = factory(name, site, options)
+    except (ConfigurationError, DeviceError):
+        raise
+    except Exception as error:
+        if distribution == _OURS:
+            raise
+        wrong = f"opening {name} raised {type(error).__name__}: {error}"
+        raise ConfigurationError(f"driver {driver!r} of {distribution} is faulty: {wrong}") from error
+    missing = [member for member in _MEMBERS if not _has(device, member)]
+    if missing:
+        wrong = f"it opened {name} as a {type(device).__name__}, which has no {', '.join(missing)}"
+        raise ConfigurationError(f"driver {driver!r} of {distribution} is faulty: {wrong}")
+    return device  # type: ignore[no-any-return]  # it has what a device has
 
 
 def discover(group: str) -> list[Discovered]:
@@ -234,7 +263,7 @@ def _make(file: PlatformFile, device: DeviceEntry, factory: Factory, names: dict
         options["reaches"] = {names[target]: route for target, route in device.reaches.items()}
     if _is_emulated(factory) or getattr(factory, "takes_folder", False):
         options["folder"] = str(file.folder)
-    made: Device = _blamed(file, device.name, lambda: factory(names[device.name], site, options))
+    made: Device = _blamed(file, device.name, lambda: open_device(device.driver, names[device.name], site, options))
     return made
 
 
@@ -370,7 +399,7 @@ def _load(group: str, points: list[importlib.metadata.EntryPoint]) -> Any:
         offers = " and ".join(f"{_distribution(p)} ({p.value})" for p in points)
         raise ConfigurationError(f"{what} is offered twice, by {offers}; uninstall one of them")
     try:
-        return point.load()
+        found = point.load()
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing and missing == point.value.partition(".")[0].partition(":")[0]:
@@ -380,6 +409,15 @@ def _load(group: str, points: list[importlib.metadata.EntryPoint]) -> Any:
         raise ConfigurationError(f"{what} of {_distribution(point)} cannot be loaded: {advice}") from error
     except Exception as error:
         raise ConfigurationError(f"{what} of {_distribution(point)} cannot be loaded: {error!r}") from error
+    if group == "devices" and not callable(found):
+        wrong = f"{point.value} is {found!r}; allowed: a function of (name, site, options)"
+        raise ConfigurationError(f"{what} of {_distribution(point)} cannot be used: {wrong}")
+    return found
+
+
+def _has(device: Any, member: str) -> bool:
+    """Whether an object has a member, which is not looked at: a device may know its `info` when all others are open."""
+    return hasattr(type(device), "__getattr__") or getattr_static(device, member, None) is not None
 
 
 def _platform_paths() -> dict[str, tuple[Path, str]]:

@@ -12,7 +12,7 @@ of states), pnm_memory.py (who sees which bytes). There is no clock and no threa
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ class PnmParts:
     most_spans: int = 1 << 16
     kernels: frozenset[str] = frozenset(KERNELS)
     dtypes: frozenset[str] = frozenset(DTYPE_NUMBERS)
+    arithmetic: Arithmetic = field(default_factory=lambda: Arithmetic(MICROKERNEL))
 
     def layout(self) -> Layout:
         """The window of such a card: each part on pages of its own."""
@@ -78,7 +79,7 @@ class PnmParts:
             most_spans=self.most_spans,
             kernels=bits_of(KERNELS, self.kernels),
             dtypes=bits_of(DTYPES, self.dtypes),
-            arithmetic=Arithmetic(MICROKERNEL),
+            arithmetic=self.arithmetic,
         )
 
 

@@ -48,9 +48,10 @@ from tierloop.devices.kernels import contract
 from tierloop.firmware_models.pnm_dispatcher import Dispatcher
 from tierloop.firmware_models.pnm_memory import CardMemory, Refused
 
-Fault = Literal["corrupt", "truncate", "misdirect", "repeat", "lose", "delay", "garble"]
-"""What may go wrong with an answer: a damaged byte; a length that is one short, with a right checksum; another
-operation's name; posted twice; never posted; posted when `release` is called; for READ, the checksum of other bytes."""
+Fault = Literal["corrupt", "truncate", "lengthen", "misdirect", "repeat", "lose", "delay", "garble"]
+"""What may go wrong with an answer: a damaged byte; a length that is one short or one too many, with a right checksum;
+another operation's name; posted twice; never posted; posted when `release` is called; for READ, the checksum of other
+bytes."""
 
 
 @dataclass(eq=False)
@@ -337,6 +338,8 @@ class Processor:
             return
         if fault == "truncate":
             answer = replace(answer, nbytes=max(answer.nbytes - 1, 0))
+        if fault == "lengthen":
+            answer = replace(answer, nbytes=answer.nbytes + 1)
         if fault == "misdirect":
             answer = replace(answer, op_id=answer.op_id + 1)
         for _ in range(2 if fault == "repeat" else 1):

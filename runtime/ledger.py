@@ -32,7 +32,7 @@ from tierloop.runtime.results import DeviceUse, LinkUse
 _FOLD = 8192
 """Observations that are kept before they are folded into unions: 1 MiB of tuples."""
 
-_Entry = tuple[str, int, int, int, int, Traffic, DeviceError | None, int, int, int]
+_Entry = tuple[str, int, int, int, int, Traffic, DeviceError | None, int, int, int, int]
 
 
 class Intervals:

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.attention_case import Case, region, whole
 from tests.launches import room
 from tests.pnm_rig import LAUNCHES, MIB, TRANSFERS, Rig, card_of
+from tierloop.devices import conformance
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
+from tierloop.devices.drivers import pnm
 from tierloop.devices.drivers.pnm import open_pnm
+from tierloop.devices.drivers.pnm_steps import Planner, Steps
 from tierloop.devices.drivers.pnm_wire import Place
 from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
+from tierloop.devices.info import Arithmetic
 from tierloop.devices.kernels.contract import Gather, Topk
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
@@ -54,6 +59,13 @@ def test_it_is_what_the_device_says(rig: Rig) -> None:
     assert info.memories[0].capacity == MIB
 
 
+def test_a_card_of_another_microkernel_is_held_to_the_bound_of_its_arithmetic() -> None:
+    rig = Rig(card_of(arithmetic=Arithmetic("a-vendors-3", "float16", "float16", "float16")))
+    said = rig.device.info.arithmetic
+    assert said == Arithmetic("a-vendors-3", "float16", "float16", "float16", cut_invariant=False)
+    rig.close()
+
+
 def test_every_write_is_added(rig: Rig) -> None:
     data = noise(3000)
     source = rig.region(data)
@@ -75,6 +87,31 @@ def test_a_driver_that_forgot_to_add_would_be_seen(rig: Rig) -> None:
     rig.card.release()
     wait(rig.site.clock, completion)
     assert rig.card.peek(source.id, 0, 64) == noise(64, seed=1).tobytes()
+
+
+class Forgetful(Planner):
+    """Stores into the window, and adds nothing."""
+
+    def _store(self, target: Segment, data: NDArray[np.uint8]) -> Steps:
+        self._session.window.write(self._in_window(target.region, target.spans), data)
+        yield from ()
+
+
+@pytest.mark.parametrize("planner", [Planner, Forgetful])
+def test_engines_read_old_bytes_where_a_driver_did_not_add_its_own(
+    planner: type[Planner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pnm, "Planner", planner)
+    rig = Rig()
+    data = noise(64)
+    source, target = rig.region(data), rig.device.alloc(64)
+    rig.run(gather(source, target))
+    forgot = planner is Forgetful
+    assert rig.read(target).tobytes() == (bytes(64) if forgot else data.tobytes())
+    assert rig.card.stale_nbytes == (64 if forgot else 0)
+    report = conformance.run(lambda site: Rig(site=site).open(deadline_ms=20_000), only=["every_byte_comes_back"])
+    assert report.passed != forgot, str(report)
+    rig.close()
 
 
 def test_a_read_gives_what_the_engines_wrote_last(rig: Rig) -> None:

@@ -19,7 +19,7 @@ from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.drivers.pnm_wire import ENTRY_NBYTES, HELLO_BELL, Answer, Opcode, WireError, checksum, slot_of
-from tierloop.devices.errors import Cancelled, DeviceError, Gone, MediaError, ProtocolError
+from tierloop.devices.errors import Cancelled, DeviceError, Gone, MediaError, OutOfMemory, ProtocolError
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
 from tierloop.devices.spans import Spans
@@ -49,15 +49,45 @@ def commands(one: Region) -> dict[Opcode, Command]:
 OPCODES = [Opcode.ADD, Opcode.READ, Opcode.OP]
 
 
+@pytest.mark.parametrize("fault", ["truncate", "lengthen"])
 @pytest.mark.parametrize("opcode", OPCODES)
-def test_an_answer_of_another_length_fails_its_command_alone(rig: Rig, opcode: Opcode) -> None:
+def test_an_answer_of_another_length_fails_its_command_alone(rig: Rig, opcode: Opcode, fault: Fault) -> None:
     one = rig.region(DATA)
-    rig.card.fail("truncate", opcode)
+    rig.card.fail(fault, opcode)
     wrong = rig.submit(commands(one)[opcode])
     (error,) = rig.error_of(wrong)
     assert isinstance(error, ProtocolError)
     assert "expected:" in str(error)
     rig.run(commands(one)[opcode])
+
+
+@pytest.mark.parametrize("call", ["alloc", "free"])
+def test_a_region_whose_answer_was_odd_leaves_its_place_to_others(call: str) -> None:
+    rig = Rig(card_of(capacity=4096))
+    one = rig.device.alloc(1024)
+    rig.card.fail("lengthen", Opcode.REGION_ADD if call == "alloc" else Opcode.REGION_DROP)
+    with pytest.raises(ProtocolError, match=f"{call}: the answer is about 1 bytes; expected: 0"):
+        rig.device.alloc(3072) if call == "alloc" else rig.device.free(one)
+    if call == "alloc":
+        rig.device.free(one)
+    whole = rig.device.alloc(4096)
+    assert rig.read(whole).tobytes() == bytes(4096)
+    assert rig.card.memory.numbers == {whole.id}
+    rig.close()
+
+
+def test_a_place_that_the_device_may_still_have_is_not_given_to_another_region() -> None:
+    rig = Rig(card_of(capacity=4096))
+    one = rig.device.alloc(1024)
+    for _ in range(2):
+        rig.card.fail("lengthen", Opcode.REGION_DROP)
+    with pytest.raises(ProtocolError):
+        rig.device.free(one)
+    with pytest.raises(OutOfMemory):
+        rig.device.alloc(4096)
+    other = rig.device.alloc(3072)
+    assert rig.read(other).nbytes == 3072
+    rig.close()
 
 
 def test_bytes_that_are_not_those_that_were_shown_fail_the_read_alone(rig: Rig) -> None:

@@ -19,8 +19,17 @@ from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, NotPresent
 from tierloop.devices.hazards import HazardChecker
 from tierloop.devices.host_speed import HostSpeed, demands, host_speed, smallest_dilation
-from tierloop.devices.registry import discover, entry, find_platform, list_devices, list_platforms, open_platform
+from tierloop.devices.registry import (
+    discover,
+    entry,
+    find_platform,
+    list_devices,
+    list_platforms,
+    open_device,
+    open_platform,
+)
 from tierloop.devices.site import Site
+from tierloop.tools.inventory import inventory
 
 
 @dataclass
@@ -105,6 +114,68 @@ def test_a_missing_module_is_answered_with_what_to_install(
     found = {d.name: d for d in list_devices()}
     assert [found[n].usable for n in ("acme", "broken", "absent", "nameless", "cpu")] == [False] * 4 + [True]
     assert "pip install acme_sdk_of_nobody" in found["acme"].reasons[0]
+
+
+FAULTY = """
+from types import SimpleNamespace
+
+def nothing(name, site, options): return None
+def half(name, site, options): return SimpleNamespace(info=1, alloc=1, free=1, submit=1)
+def raises(name, site, options): raise RuntimeError("the cover is open")
+def no_card(name, site, options): raise FileNotFoundError(2, "No such file or directory", "/dev/card0")
+def too_few(): return None
+number = 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("nothing", "is faulty: it opened card as a NoneType, which has no info, alloc, free, submit, estimate"),
+        ("half", "is faulty: it opened card as a SimpleNamespace, which has no estimate, poll, close"),
+        ("raises", "is faulty: opening card raised RuntimeError: the cover is open"),
+        ("no_card", r"is faulty: opening card raised FileNotFoundError: .*'/dev/card0'"),
+        ("too_few", "is faulty: opening card raised TypeError: too_few"),
+        ("number", r"cannot be used: faulty:number is 7; allowed: a function of \(name, site, options\)"),
+    ],
+)
+def test_a_driver_that_is_faulty_is_blamed_with_its_distribution(
+    offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, says: str
+) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "faulty", raising=False)
+    offer("tierloop-acme", "acme", f"faulty:{value}")
+    with pytest.raises(ConfigurationError, match=f"driver 'acme' of tierloop-acme {says}"):
+        open_device("acme", "card", Site(clock=WallClock()), {})
+    (tmp_path / "machine.toml").write_text('clock = "wall"\nhost = "card"\n[devices.card]\ndriver = "acme"\n')
+    with pytest.raises(
+        ConfigurationError, match=rf"machine\.toml: devices\.card: .*driver 'acme' of tierloop-acme {says}"
+    ):
+        open_platform(tmp_path / "machine.toml")
+    (listed,) = [driver for driver in list_devices() if driver.name == "acme"]
+    assert listed.usable == (value != "number")
+    (seen,) = [found for found in inventory() if found.driver == "acme"]
+    assert not seen.usable
+    assert "tierloop-acme" in seen.reasons[0]
+
+
+@pytest.mark.parametrize("member", ["info", "close"])
+def test_a_driver_whose_device_raises_leaves_the_others_in_the_inventory(
+    offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, member: str
+) -> None:
+    wrong = {"info": "property(lambda self: 1 / 0)", "close": "lambda self: 1 / 0"}[member]
+    (tmp_path / "raising.py").write_text(
+        "from tierloop.devices.conformance.example import Example\n"
+        f"class Card(Example):\n    {member} = {wrong}\n"
+        "def opened(name, site, options): return Card(site, name)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "raising", raising=False)
+    offer("tierloop-acme", "acme", "raising:opened")
+    found = {each.driver: each for each in inventory()}
+    assert found["acme"].reasons == ("driver 'acme' of tierloop-acme is faulty: ZeroDivisionError: division by zero",)
+    assert found["cpu"].usable
 
 
 def test_platforms_come_from_packages_and_are_listed_with_what_is_wrong(

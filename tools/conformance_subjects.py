@@ -71,16 +71,14 @@ def targets(
 
 
 def _driver(name: str, given: dict[str, Any], clock: str | None) -> Target:
-    from tierloop.devices.registry import entry
+    from tierloop.devices.registry import entry, open_device
 
-    factory = entry("devices", name)
-    emulated = bool(getattr(factory, "emulated", False))
+    emulated = bool(getattr(entry("devices", name), "emulated", False))
 
-    def open_device(site: Site) -> Device:
-        opened: Device = factory(f"emu:{name}" if emulated else name, site, dict(given))
-        return opened
+    def opener(site: Site) -> Device:
+        return open_device(name, f"emu:{name}" if emulated else name, site, dict(given))
 
-    return Target(None, open_device, emulated if clock is None else clock == "virtual")
+    return Target(None, opener, emulated if clock is None else clock == "virtual")
 
 
 def _model(kind: str, given: dict[str, Any], clock: str | None) -> Target:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.nvme_probe import probe
 from tierloop.devices.errors import ConfigurationError, DeviceError
-from tierloop.devices.registry import Discovered, entry, list_devices
+from tierloop.devices.registry import Discovered, entry, list_devices, open_device
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
 from tierloop.emulators.profile import FOLDER, profile_names, read_profile
@@ -77,11 +77,14 @@ def _opened(driver: Discovered) -> Found:
     name = f"emu:{driver.name}" if emulated else driver.name
     provenance = "emulated" if emulated else "real"
     try:
-        device = factory(name, Site(clock=WallClock()), {})
+        device = open_device(driver.name, name, Site(clock=WallClock()), {})
+        info = device.info
+        device.close()
     except (ConfigurationError, DeviceError) as error:
         return Found(name, "", provenance, False, (f"not looked for: a platform file names it ({error})",), driver.name)
-    info = device.info
-    device.close()
+    except Exception as error:  # one driver that is faulty says nothing of the others
+        wrong = f"driver {driver.name!r} of {driver.distribution} is faulty: {type(error).__name__}: {error}"
+        return Found(name, "", provenance, False, (wrong,), driver.name)
     return Found(info.name, info.kind, info.provenance, True, (), driver.name)
 
 

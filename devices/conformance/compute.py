@@ -68,7 +68,8 @@ def check_attend_survives_extreme_logits(subject: Subject) -> None:
 
 
 def check_one_token_gives_its_value(subject: Subject) -> None:
-    """The state of one row is its logit, 1 and its value: bit for bit, unless sums are wider than states."""
+    """The state of one row is its logit, 1 and its value: bit for bit, where sums hold the value and are no wider than
+    states."""
     for lane in subject.kernel_lanes("attend"):
         for dtype in sorted(lane.executor.dtypes):
             shape = Shape(dtype, tokens=1, num_sequences=1, num_kv_heads=1)  # type: ignore[arg-type]  # as above
@@ -77,6 +78,8 @@ def check_one_token_gives_its_value(subject: Subject) -> None:
             arithmetic = Bench(subject, lane).arithmetic
             if arithmetic.wire == "float32" and not _wider_than_wire(arithmetic):
                 expect((got[..., 1] == 1).all(), f"one token, {dtype}: l is {got[..., 1].tolist()}, not 1")
+                if arithmetic.accumulator == "float16" and dtype != "float16":
+                    continue
                 same = (got[..., 2:] == given.decoded_values().astype(np.float32)).all()
                 expect(same, f"one token, {dtype}: acc is not the row's value")
 

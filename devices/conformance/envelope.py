@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierloop.devices.commands import Command, Copy, Read, Write
+from tierloop.devices.commands import Command, Copy, Launch, Read, Write, segments, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.launches import Bench, attend_operands
-from tierloop.devices.conformance.problems import Shape, problem
+from tierloop.devices.conformance.problems import Problem, Shape, problem
 from tierloop.devices.conformance.report import Comparison
 from tierloop.devices.conformance.subject import Lane, Skip, Subject, expect
 from tierloop.devices.info import MemoryInfo, Path
@@ -55,20 +55,32 @@ def check_nothing_is_shorter_than_the_latency(subject: Subject) -> None:
 
 
 def check_an_idle_device_takes_what_it_estimates(subject: Subject) -> None:
-    """Under the virtual clock: within the margin that comes with the estimate."""
+    """Under the virtual clock: within the margin that comes with the estimate, for every verb and for attention."""
     if not subject.clock.virtual:
         raise Skip("the time of a real device is no promise; `declared_vs_measured` shows it")
     for way in _ways(subject):
         region = subject.alloc(_size(way), way.memory)
-        for command in (Write(region.all(), subject.bytes(region.nbytes)), Read(region.all(), _buffer(region))):
-            told = way.lane.device.estimate(command, way.lane.queue)
-            took = _took(subject, way.lane, command)
-            expect(
-                abs(took - told.duration_ns) <= told.margin_ns + 1,
-                f"{type(command).__name__} of {region.nbytes} bytes of {way.memory.name} on {way.lane} took {took} ns; "
-                f"estimated were {told.duration_ns} ± {told.margin_ns} ({told.source})",
-            )
+        half = region.nbytes // 2 // way.memory.alignment * way.memory.alignment
+        _holds(subject, way.lane, Write(region.all(), subject.bytes(region.nbytes)))
+        _holds(subject, way.lane, Read(region.all(), _buffer(region)))
+        if "copy" in way.lane.executor.verbs and half:
+            _holds(subject, way.lane, Copy(region.at(0, half), region.at(half, half)))
         subject.platform.free(region)
+    for way, bench, given, _ in _attending(subject):
+        roots = given.top_roots()
+        reads, target = attend_operands(bench, given, roots)
+        _holds(subject, way.lane, Launch(given.attend(roots), reads, (target,)))
+
+
+def _holds(subject: Subject, lane: Lane, command: Command) -> None:
+    """Fail where a command takes another time than the device said that it would."""
+    told = lane.device.estimate(command, lane.queue)
+    took = _took(subject, lane, command)
+    expect(
+        abs(took - told.duration_ns) <= told.margin_ns + 1,
+        f"{verb(command)} of {sum(spans.nbytes for _, spans in segments(command))} bytes on {lane} took {took} ns; "
+        f"estimated were {told.duration_ns} ± {told.margin_ns} ({told.source})",
+    )
 
 
 def comparisons(subject: Subject) -> list[Comparison]:
@@ -113,15 +125,15 @@ def _latencies_seen(subject: Subject) -> Iterator[Comparison]:
             "write": Write(region.all(), subject.bytes(least)),
             "read": Read(region.all(), _buffer(region)),
         }
-        for verb, command in commands.items():
-            yield _seen(way, f"{verb}_latency_ns", way.path.latency_ns, _best(subject, way.lane, command))
+        for name, command in commands.items():
+            yield _seen(way, f"{name}_latency_ns", way.path.latency_ns, _best(subject, way.lane, command))
         subject.platform.free(region)
 
 
 def _rates(subject: Subject, way: _Way, region: Region, commands: dict[str, Command]) -> Iterator[Comparison]:
-    for verb, command in commands.items():
-        declared = way.path.read_bytes_per_s if verb == "read" else way.path.write_bytes_per_s
-        yield _seen(way, f"{verb}_bytes_per_s", declared, _rate(region.nbytes, _best(subject, way.lane, command)))
+    for name, command in commands.items():
+        declared = way.path.read_bytes_per_s if name == "read" else way.path.write_bytes_per_s
+        yield _seen(way, f"{name}_bytes_per_s", declared, _rate(region.nbytes, _best(subject, way.lane, command)))
     if "copy" in way.lane.executor.verbs:
         half = region.nbytes // 2 // way.memory.alignment * way.memory.alignment
         if half:
@@ -132,6 +144,15 @@ def _rates(subject: Subject, way: _Way, region: Region, commands: dict[str, Comm
 
 def _attention(subject: Subject) -> Iterator[Comparison]:
     """K and V rows that attention reads in a second, on each executor of the device that attends."""
+    for way, bench, given, nbytes in _attending(subject):
+        reads, target = attend_operands(bench, given, given.top_roots())
+        launch = bench.completed
+        took = min(_length(launch(given.attend(given.top_roots()), reads, target)) for _ in range(_tries(subject)))
+        yield _seen(way, "attend_bytes_per_s", way.path.read_bytes_per_s, _rate(nbytes, took))
+
+
+def _attending(subject: Subject) -> Iterator[tuple[_Way, Bench, Problem, int]]:
+    """A problem of attention for each executor of the device and memory that it reaches, and its bytes of K and V."""
     for executor in subject.info.executors:
         if "attend" not in executor.kernels or "float32" not in executor.dtypes:
             continue
@@ -143,12 +164,8 @@ def _attention(subject: Subject) -> Iterator[Comparison]:
                 continue
             bench = Bench(subject, lane, memory)
             given = problem(shape, subject.rng)
-            reads, target = attend_operands(bench, given, given.top_roots())
-            launch = bench.completed
-            took = min(_length(launch(given.attend(given.top_roots()), reads, target)) for _ in range(_tries(subject)))
             nbytes = sum(int(given.lengths.sum()) * dim * ITEMSIZE["float32"] for dim in (64, 64))
-            way = _Way(lane, path, memory)
-            yield _seen(way, "attend_bytes_per_s", path.read_bytes_per_s, _rate(nbytes, took))
+            yield _Way(lane, path, memory), bench, given, nbytes
             bench.free()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
 from tierloop.devices.conformance.subject import Lane, Skip, Subject, copies, expect, refused
-from tierloop.devices.errors import Busy, Cancelled, DeviceError, Gone, MediaError, OutOfRange, Unsupported
+from tierloop.devices.errors import Busy, Cancelled, DeviceError, Gone, MediaError, Misaligned, OutOfRange, Unsupported
 from tierloop.devices.info import MemoryInfo
 from tierloop.devices.kernels.contract import Append, Dense, Gather, KernelArgs, Topk
 from tierloop.devices.regions import Region, Segment
@@ -175,6 +175,28 @@ def check_a_refused_command_was_not_queued(subject: Subject) -> None:
         with refused("a write that ends beyond its region", OutOfRange):
             lane.submit(Write(Segment(region, Spans([(0, grid), (region.nbytes, grid)])), subject.bytes(2 * grid)))
     expect(np.array_equal(subject.read(region.all(), lane), data), "a refused write was carried out in part")
+
+
+def check_estimates_refuse_what_submit_refuses(subject: Subject) -> None:
+    """There is no estimate for a command that the device would not take."""
+    memory = subject.memory()
+    lane, grid = subject.lane(memory.name), memory.alignment
+    region = subject.alloc(subject.room(memory), memory)
+    number = sum(len(e.queues) for e in lane.device.info.executors)
+    beyond = region.at(region.nbytes, grid)
+    with refused("an estimate for a read beyond a region", OutOfRange):
+        lane.device.estimate(Read(beyond, np.empty(grid, dtype=np.uint8)), lane.queue)
+    with refused("an estimate for a buffer of the wrong size", OutOfRange):
+        lane.device.estimate(Write(region.at(0, grid), np.empty(grid + 1, dtype=np.uint8)), lane.queue)
+    with refused(f"an estimate on queue {number} of a device with {number}", OutOfRange):
+        lane.device.estimate(Read(region.at(0, grid), np.empty(grid, dtype=np.uint8)), number)
+    if grid > 1:
+        with refused("an estimate for a read off the grid", Misaligned):
+            lane.device.estimate(Read(region.at(1, grid), np.empty(grid, dtype=np.uint8)), lane.queue)
+    subject.platform.free(region)
+    with refused("an estimate for a region that was freed", OutOfRange, Unsupported):
+        lane.device.estimate(Read(region.at(0, grid), np.empty(grid, dtype=np.uint8)), lane.queue)
+    subject.works()
 
 
 def check_an_error_that_nobody_saw_is_raised_at_close(subject: Subject) -> None:

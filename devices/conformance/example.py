@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Write, segments
+from tierloop.devices.commands import Command, Copy, Launch, Operand, Read, Traffic, Write, segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Estimate, check, check_alignment
 from tierloop.devices.errors import Busy, Gone, OutOfMemory, OutOfRange, Unsupported
@@ -80,8 +80,8 @@ class Example:
         name, mine = self._info.name, self._info.memories[0]
         if memory not in (None, mine.name):
             raise OutOfRange(name, "alloc", f"there is no memory {memory!r}; there is {mine.name!r}")
-        if nbytes < 0:
-            raise OutOfRange(name, "alloc", f"{nbytes} bytes")
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int | np.integer) or nbytes < 0:
+            raise OutOfRange(name, "alloc", f"{nbytes!r} bytes")
         if phantom:
             raise Unsupported(name, "alloc", "phantom regions")
         free = mine.capacity - sum(r.nbytes for r in self._regions.values())
@@ -102,11 +102,8 @@ class Example:
         region.freed = True
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
-        self._open("submit")
-        traffic = check(self._info, command, queue)
-        memory = self._info.memories[0]
-        check_alignment(self._info, command, memory.name, memory.alignment)
-        named = {self._mine("submit", region).id for region, _ in segments(command)}
+        traffic = self._checked("submit", command, queue)
+        named = {region.id for region, _ in segments(command)}
         completion = self._queues.submit(command, queue, after, traffic)
         for each in named:
             self._in_use[each] = self._in_use.get(each, 0) + 1
@@ -114,6 +111,7 @@ class Example:
         return completion
 
     def estimate(self, command: Command, queue: int = 0) -> Estimate:
+        self._checked("estimate", command, queue)
         return Estimate(self._duration_ns(command), 0, "a fixed delay and 1 ns per byte")
 
     def poll(self) -> None:
@@ -122,6 +120,16 @@ class Example:
     def close(self) -> None:
         self._closed = True
         self._queues.close()
+
+    def _checked(self, op: str, command: Command, queue: int) -> Traffic:
+        """What can be seen beforehand; raises what is wrong with it."""
+        self._open(op)
+        traffic = check(self._info, command, queue)
+        memory = self._info.memories[0]
+        check_alignment(self._info, command, memory.name, memory.alignment)
+        for region, _ in segments(command):
+            self._mine(op, region)
+        return traffic
 
     def _start(self, completion: Completion) -> None:
         clock = self._site.clock

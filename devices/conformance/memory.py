@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write
@@ -11,11 +13,12 @@ from tierloop.devices.info import MemoryInfo
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 
-_FILL = 64 << 20
+FILL_NBYTES = 64 << 20
 """Memories up to 64 MiB are filled with real regions; larger ones with phantom regions, where the device makes them."""
 
 
-def _same(got: Bytes, want: Bytes, what: str) -> None:
+def same(got: Bytes, want: Bytes, what: str) -> None:
+    """Fail unless the bytes are the same; says how many are not, and the first of them."""
     wrong = np.flatnonzero(got != want)
     if wrong.size:
         at = int(wrong[0])
@@ -23,11 +26,13 @@ def _same(got: Bytes, want: Bytes, what: str) -> None:
 
 
 def check_fresh_memory_is_zero(subject: Subject) -> None:
-    """`alloc` gives zeroed bytes, also where freed bytes lay."""
+    """`alloc` gives zeroed bytes, also where freed bytes lay, of the same size or of another."""
     for memory in subject.memories():
-        for round_number in range(3):
-            region = subject.alloc(subject.room(memory), memory)
-            _same(
+        room = subject.room(memory)
+        half = max(room // 2 // memory.alignment, 1) * memory.alignment
+        for round_number, nbytes in enumerate((room, room, half, half, room)):
+            region = subject.alloc(nbytes, memory)
+            same(
                 subject.read(region.all()), np.zeros(region.nbytes, np.uint8), f"region {round_number} of {memory.name}"
             )
             subject.write(region.all(), subject.bytes(region.nbytes))
@@ -60,10 +65,10 @@ def check_every_byte_comes_back(subject: Subject) -> None:
             for offset, nbytes in spans.array.tolist():
                 want[offset : offset + nbytes] = data[at : at + nbytes]
                 at += nbytes
-            _same(subject.read(region.all()), want, f"{memory.name}, written in {len(spans)} spans")
+            same(subject.read(region.all()), want, f"{memory.name}, written in {len(spans)} spans")
             other = subject.cut(region.nbytes, memory.alignment, pieces + 3)
             cut = np.concatenate([want[o : o + n] for o, n in other.array.tolist()])
-            _same(subject.read(Segment(region, other)), cut, f"{memory.name}, read in {len(other)} spans")
+            same(subject.read(Segment(region, other)), cut, f"{memory.name}, read in {len(other)} spans")
 
 
 def check_a_write_touches_nothing_else(subject: Subject) -> None:
@@ -81,7 +86,7 @@ def check_a_write_touches_nothing_else(subject: Subject) -> None:
         for i, (offset, nbytes) in enumerate(spans):
             contents[1][offset : offset + nbytes] = new[i * grid : (i + 1) * grid]
         for i, (region, data) in enumerate(zip(regions, contents, strict=True)):
-            _same(subject.read(region.all()), data, f"region {i} of {memory.name} after a write to parts of region 1")
+            same(subject.read(region.all()), data, f"region {i} of {memory.name} after a write to parts of region 1")
 
 
 def check_a_later_write_wins(subject: Subject) -> None:
@@ -99,7 +104,7 @@ def check_a_later_write_wins(subject: Subject) -> None:
             want[start:end] = data
             made.append(lane.submit(Write(region.at(start, end - start), data)))
         subject.wait(*made)
-        _same(subject.read(region.all(), lane), want, f"{memory.name} after 20 overlapping writes")
+        same(subject.read(region.all(), lane), want, f"{memory.name} after 20 overlapping writes")
 
 
 def check_reads_may_overlap(subject: Subject) -> None:
@@ -112,7 +117,7 @@ def check_reads_may_overlap(subject: Subject) -> None:
         half = nbytes // memory.alignment // 2 * memory.alignment
         spans = Spans([(0, nbytes), (0, nbytes), (half, nbytes)])
         want = np.concatenate([data[o : o + n] for o, n in spans.array.tolist()])
-        _same(subject.read(Segment(region, spans)), want, f"{memory.name}, overlapping spans")
+        same(subject.read(Segment(region, spans)), want, f"{memory.name}, overlapping spans")
 
 
 def check_spans_may_be_empty(subject: Subject) -> None:
@@ -129,8 +134,8 @@ def check_spans_may_be_empty(subject: Subject) -> None:
         grid = memory.alignment
         mixed = Spans([(grid, 0), (0, grid), (grid, 0), (2 * grid, grid), (0, 0)])
         want = np.concatenate([data[:grid], data[2 * grid : 3 * grid]])
-        _same(subject.read(Segment(region, mixed)), want, f"{memory.name}, empty spans between others")
-        _same(subject.read(region.all()), data, f"{memory.name} after commands without bytes")
+        same(subject.read(Segment(region, mixed)), want, f"{memory.name}, empty spans between others")
+        same(subject.read(region.all()), data, f"{memory.name} after commands without bytes")
 
 
 def check_copies_move_the_same_bytes(subject: Subject) -> None:
@@ -178,7 +183,7 @@ def check_every_executor_sees_the_same_bytes(subject: Subject) -> None:
                 subject.write(region.all(), data, writer)
                 if "flush" in writer.executor.verbs:
                     subject.run(writer, Flush(region.all()))
-                _same(subject.read(region.all(), reader), data, f"{memory.name}: written by {writer}, read by {reader}")
+                same(subject.read(region.all(), reader), data, f"{memory.name}: written by {writer}, read by {reader}")
                 done = True
     if not done:
         raise Skip("one executor only reads and writes each memory of the device")
@@ -194,7 +199,7 @@ def check_a_flush_changes_nothing(subject: Subject) -> None:
             subject.write(region.all(), data, lane)
             for spans in (Spans.one(0, region.nbytes), Spans([]), subject.cut(region.nbytes, memory.alignment)):
                 subject.run(lane, Flush(Segment(region, spans)))
-            _same(subject.read(region.all(), lane), data, f"{memory.name} after a flush")
+            same(subject.read(region.all(), lane), data, f"{memory.name} after a flush")
             done = True
     if not done:
         raise Skip("no executor flushes a memory of the device")
@@ -207,7 +212,7 @@ def check_capacity_is_a_limit_and_comes_back(subject: Subject) -> None:
         with refused(f"{capacity + grid} bytes of the {capacity} of {memory.name}", OutOfMemory):
             subject.device.alloc((capacity // grid + 1) * grid, memory.name)
         chunk = max(capacity // 8 // grid * grid, grid)
-        phantom = capacity > _FILL
+        phantom = capacity > FILL_NBYTES
         if phantom:
             probe = subject.phantom_or_none(chunk, memory)
             if probe is None:
@@ -228,10 +233,12 @@ def check_capacity_is_a_limit_and_comes_back(subject: Subject) -> None:
 
 
 def check_nonsense_is_not_allocated(subject: Subject) -> None:
-    """Negative sizes and memories that the device does not have are out of range."""
-    subject.memories()
-    with refused("a region of -1 bytes", OutOfRange):
-        subject.device.alloc(-1)
+    """Negative sizes, what is no whole number, and memories that the device does not have are out of range."""
+    nbytes = subject.room(subject.memories()[0])
+    bad: list[Any] = [-1, nbytes + 0.5, float(nbytes), float("nan"), str(nbytes), None, True]
+    for size in bad:
+        with refused(f"a region of {size!r} bytes", OutOfRange):
+            subject.device.alloc(size)
     with refused("a region on a memory that does not exist", OutOfRange):
         subject.device.alloc(subject.info.memories[0].alignment, "no such memory")
     subject.works()
@@ -266,7 +273,7 @@ def check_a_foreign_region_is_refused(subject: Subject) -> None:
         subject.write(mine.all(), data)
         _refuse(subject, memory, Region("another device", "another memory", mine.id, nbytes), "another device's region")
         _refuse(subject, memory, Region(mine.device, mine.memory, mine.id, nbytes), "a region that nobody allocated")
-        _same(subject.read(mine.all()), data, f"{memory.name} after foreign regions were refused")
+        same(subject.read(mine.all()), data, f"{memory.name} after foreign regions were refused")
     subject.works()
 
 
@@ -281,7 +288,7 @@ def check_a_region_of_an_earlier_life_is_refused(subject: Subject) -> None:
             data = again.bytes(mine.nbytes)
             again.write(mine.all(), data)
             _refuse(again, memory, stale, "a region of an earlier life")
-            _same(again.read(mine.all()), data, f"{memory.name} after a region of an earlier life was refused")
+            same(again.read(mine.all()), data, f"{memory.name} after a region of an earlier life was refused")
     except BaseException:
         again.abandon()
         raise
@@ -308,13 +315,16 @@ def check_spans_outside_a_region_are_refused(subject: Subject) -> None:
                 lane.submit(Read(Segment(region, spans), np.empty(spans.nbytes, dtype=np.uint8)))
             with refused(f"writing {what} of a region of {memory.name}", OutOfRange):
                 lane.submit(Write(Segment(region, spans), subject.bytes(spans.nbytes)))
+            room = Segment(neighbour, Spans(np.tile(np.array([[0, grid]]), (spans.nbytes // grid, 1))))
             for copier in copies(subject, memory.name, memory.name)[:1]:
                 with refused(f"copying {what} of a region of {memory.name}", OutOfRange):
-                    copier.submit(Copy(Segment(region, spans), Segment(region, spans)))
+                    copier.submit(Copy(Segment(region, spans), room))
+                with refused(f"copying to {what} of a region of {memory.name}", OutOfRange):
+                    copier.submit(Copy(room, Segment(region, spans)))
             for flusher in subject.lanes(memory.name, "flush")[:1]:
                 with refused(f"flushing {what} of a region of {memory.name}", OutOfRange):
                     flusher.submit(Flush(Segment(region, spans)))
-        _same(subject.read(neighbour.all()), data, f"the region beside it on {memory.name}")
+        same(subject.read(neighbour.all()), data, f"the region beside it on {memory.name}")
         expect(not subject.read(region.all()).any(), f"refused writes changed a region of {memory.name}")
     subject.works()
 
@@ -332,6 +342,11 @@ def check_spans_off_the_grid_are_refused(subject: Subject) -> None:
                 lane.submit(Read(region.at(offset, nbytes), np.empty(nbytes, dtype=np.uint8)))
             with refused(f"writing [{offset}, {offset + nbytes}) of {memory.name}", Misaligned):
                 lane.submit(Write(region.at(offset, nbytes), subject.bytes(nbytes)))
+            for copier in copies(subject, memory.name, memory.name)[:1]:
+                off, on = region.at(offset, nbytes), region.at(2 * grid, nbytes)
+                for source, target in ((off, on), (on, off)):
+                    with refused(f"copying [{offset}, {offset + nbytes}) of {memory.name}", Misaligned):
+                        copier.submit(Copy(source, target))
         many = Spans([(0, grid), (grid, grid), (0, grid - 1)])
         with refused("one span off the grid among others", Misaligned):
             lane.submit(Read(Segment(region, many), np.empty(many.nbytes, dtype=np.uint8)))
@@ -350,7 +365,17 @@ def check_a_region_in_use_is_not_freed(subject: Subject) -> None:
             subject.platform.free(region)
         gate.open()
         subject.wait(held)
-        _same(subject.read(region.all()), data, f"{memory.name} after a refused free")
+        same(subject.read(region.all()), data, f"{memory.name} after a refused free")
+        for copier in copies(subject, memory.name, memory.name)[:1]:
+            target, gate = subject.alloc(region.nbytes, memory), subject.gate()
+            held = copier.submit(Copy(region.all(), target.all()), after=[gate.completion])
+            for what, named in (("read", region), ("write", target)):
+                with refused(f"freeing a region of {memory.name} that a copy will {what}", Busy):
+                    subject.platform.free(named)
+            gate.open()
+            subject.wait(held)
+            same(subject.read(target.all()), data, f"{memory.name}: a copy whose regions were not freed")
+            subject.platform.free(target)
         subject.platform.free(region)
 
 
@@ -370,7 +395,7 @@ def check_phantom_regions_take_time_and_move_nothing(subject: Subject) -> None:
         kept = buffer.copy()
         written = subject.run(lane, Write(region.all(), subject.bytes(nbytes)))
         read = subject.run(lane, Read(region.all(), buffer))
-        _same(buffer, kept, "the host buffer that a phantom region was read into")
+        same(buffer, kept, "the host buffer that a phantom region was read into")
         for completion in (written, read):
             expect(completion.traffic.phantom, "traffic of a phantom region does not say so")
             if subject.clock.virtual:
@@ -387,7 +412,7 @@ def check_only_host_memory_has_a_view(subject: Subject) -> None:
         data = subject.bytes(region.nbytes)
         subject.write(region.all(), data)
         expect(region.view.shape == (region.nbytes,), f"the view has shape {region.view.shape}")
-        _same(region.view, data, f"the view of a region of {memory.name}")
+        same(region.view, data, f"the view of a region of {memory.name}")
 
 
 def _refuse(subject: Subject, memory: MemoryInfo, region: Region, what: str) -> None:
@@ -419,8 +444,8 @@ def _copy(subject: Subject, a: MemoryInfo, b: MemoryInfo, source: Region, target
     cuts = subject.cut(source.nbytes, a.alignment), subject.cut(target.nbytes, b.alignment, 5)
     subject.run(lane, Copy(Segment(source, cuts[0]), Segment(target, cuts[1])))
     moved = np.concatenate([data[o : o + n] for o, n in cuts[0].array.tolist()])
-    _same(subject.read(Segment(target, cuts[1])), moved, f"copied from {a.name} to {b.name} by {lane}")
-    _same(subject.read(source.all()), data, f"the source of a copy on {a.name}")
+    same(subject.read(Segment(target, cuts[1])), moved, f"copied from {a.name} to {b.name} by {lane}")
+    same(subject.read(source.all()), data, f"the source of a copy on {a.name}")
 
 
 def _fill(subject: Subject, memory: MemoryInfo, chunk: int, phantom: bool) -> list[Region]:

@@ -6,11 +6,13 @@ how fast the device is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from tierloop.devices.commands import Flush, Launch, Read, Write
+from tierloop.devices.commands import Copy, Flush, Launch, Read, Write, verb
 from tierloop.devices.completion import Completion
-from tierloop.devices.conformance.subject import Lane, Skip, Subject, expect
+from tierloop.devices.conformance.subject import Lane, Skip, Subject, copies, expect
 from tierloop.devices.errors import Cancelled, MediaError
 from tierloop.devices.info import MemoryInfo
 from tierloop.devices.kernels.contract import Gather
@@ -197,6 +199,71 @@ def check_launches_are_ordered_like_transfers(subject: Subject) -> None:
         expect(seen == [value], f"a launch {what} of 2 over 1 saw {seen}")
 
 
+def check_copies_are_ordered_like_transfers(subject: Subject) -> None:
+    """A copy has its place among the writes of its queue, and none that is held has an effect."""
+    memory = subject.memory()
+    lanes = [lane for lane in copies(subject, memory.name, memory.name) if lane.executor.verbs >= {"read", "write"}]
+    if not lanes:
+        raise Skip(f"no executor reads, writes and copies within {memory.name}")
+    lane, source, target = lanes[0], _filled(subject, memory, 0), _filled(subject, memory, 0)
+    small = source.at(source.nbytes - memory.alignment, memory.alignment)
+    place = target.at(target.nbytes - memory.alignment, memory.alignment)
+    made, buffers = [], []
+    for value in range(1, 7):
+        buffers.append(np.full(memory.alignment, 0xA5, dtype=np.uint8))
+        made.append(lane.submit(Write(source.all(), _pattern(source, value))))
+        made.append(lane.submit(Copy(small, place)))
+        made.append(lane.submit(Read(place, buffers[-1])))
+    subject.wait(*made)
+    for value, buffer in enumerate(buffers, 1):
+        expect((buffer == value).all(), f"a copy behind the write of {value} gave {np.unique(buffer).tolist()}")
+    gate = subject.gate()
+    held = lanes[-1].submit(Copy(source.all(), target.all()), after=[gate.completion])
+    subject.pass_time()
+    expect(not held.done, "a copy ended before what it comes after")
+    with subject.hazards_allowed():
+        before = [part for part in lanes if part.queue != held.queue][:1]
+        early = [subject.read(target.at(0, memory.alignment), part) for part in before]
+    expect(not any(part.any() for part in early), "a held copy had an effect")
+    gate.open()
+    subject.wait(held)
+    expect((subject.read(target.all(), lanes[-1]) == 6).all(), "a released copy did not move its bytes")
+
+
+def check_copies_and_launches_show_nothing_before_they_end(subject: Subject) -> None:
+    """On an emulated device a read that ends before an unordered copy or kernel still sees the old bytes."""
+    if subject.info.provenance != "emulated":
+        raise Skip("a real device may show the bytes of an unordered command or not")
+    memory = subject.memory()
+    tried = False
+    ways: list[tuple[Lane, Callable[[Region, Region], Copy | Launch]]] = []
+    ways += [(lane, _copy) for lane in copies(subject, memory.name, memory.name)[:1]]
+    if memory.alignment <= 4:
+        gathering = [lane for lane in subject.lanes(memory.name) if "gather" in lane.executor.kernels]
+        ways += [(lane, _gather) for lane in gathering[:1]]
+    for lane, command in ways:
+        readers = [
+            r for r in subject.lanes(memory.name, "read", "write") if (r.device, r.queue) != (lane.device, lane.queue)
+        ]
+        source, target = (_filled(subject, memory, value) for value in (1, 2))
+        for reader in readers[:1]:
+            buffer = np.zeros(memory.alignment, dtype=np.uint8)
+            with subject.hazards_allowed():
+                made = lane.submit(command(source, target))
+                subject.wait(reader.submit(Read(target.at(0, memory.alignment), buffer)))
+                still = not made.done
+                subject.wait(made)
+            if still:
+                tried = True
+                expect((buffer == 2).all(), f"a read saw the bytes of an unordered {verb(made.command)} before its end")
+    if not tried:
+        raise Skip("no copy or kernel was still under way when a short read beside it had ended")
+
+
+def _copy(source: Region, target: Region) -> Copy:
+    return Copy(source.all(), target.all())
+
+
 def _gather(source: Region, target: Region) -> Launch:
     return Launch(Gather(), ((source.all(),),), ((target.all(),),))
 
@@ -268,6 +335,27 @@ def check_a_failure_cancels_what_comes_after(subject: Subject) -> None:
     expect(
         (subject.read(other.all()) == 4).all(), "a command that had nothing to do with a failure was not carried out"
     )
+    subject.works()
+
+
+def check_what_had_ended_before_counts_as_well(subject: Subject) -> None:
+    """A command that comes after one that has failed already is cancelled; after one that ended well it is not."""
+    memory = subject.memory()
+    lane, region = subject.lane(memory.name), _filled(subject, memory, 1)
+    good, bad = subject.gate(), subject.gate()
+    failure = MediaError("gate", "flush", "the check says so")
+    good.open()
+    bad.open(failure)
+    written = subject.run(lane, Write(region.all(), _pattern(region, 2)), after=[good.completion])
+    buffer = _buffer(region)
+    late = lane.submit(Read(region.all(), buffer), after=[written, bad.completion])
+    _settled(subject, late)
+    expect(isinstance(late.error, Cancelled), f"what came after an earlier failure ended with {late.error!r}")
+    assert late.error is not None
+    expect(late.error.__cause__ is failure, f"its cause is {late.error.__cause__!r}, not the failure")
+    _looked(late)
+    expect((buffer == 0xA5).all(), "a cancelled read filled its buffer")
+    expect((subject.read(region.all(), lane) == 2).all(), "a write after what had ended well was not carried out")
     subject.works()
 
 

@@ -21,7 +21,9 @@ from tierloop.devices.conformance import (
     faults,
     identity,
     memory,
+    operands,
     ordering,
+    quantity,
 )
 from tierloop.devices.conformance.report import Comparison, Report, Result
 from tierloop.devices.conformance.subject import Failure, Opener, Skip, Subject
@@ -30,9 +32,9 @@ from tierloop.devices.errors import DeviceError, nearest
 Check = Callable[[Subject], None]
 _MODULES: dict[str, tuple[ModuleType, ...]] = {
     "identity": (identity,),
-    "memory": (memory,),
+    "memory": (memory, quantity),
     "ordering": (ordering,),
-    "errors": (errors,),
+    "errors": (errors, operands),
     "compute": (compute, codes, chasing),
     "envelope": (envelope,),
     "stateful": (),

@@ -10,6 +10,7 @@ A device that is memory only is reached by the executors of other devices, so an
 from __future__ import annotations
 
 import unittest
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tierloop.devices.conformance.gate import Gate
 from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, DeviceError, Unsupported, nearest
 from tierloop.devices.hazards import HazardChecker
-from tierloop.devices.info import ExecutorInfo, MemoryInfo
+from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo
 from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
@@ -97,17 +98,17 @@ class Subject:
             self.platform = opened
             self.device = _picked(opened, device)
         else:
-            self.platform = Platform("conformance", site, {opened.info.name: opened})
+            self.platform = Platform("conformance", site, {_info(opened).name: opened})
             self.device = opened
         self.site = self.platform.site
         if self.site.checker is None:
             self.site.checker = HazardChecker()
         self.clock = self.site.clock
-        self.info = self.device.info
+        self.info = _info(self.device)
         self.rng = np.random.default_rng(seed)
         self._arguments = (opener, virtual, device, seed)
-        self._ended: set[Completion] = set()
-        self.site.observers.append(self._ended.add)
+        self._ended: Counter[Completion] = Counter()
+        self.site.observers.append(self._note)
 
     def close(self) -> None:
         """Close the platform; raises what the device does."""
@@ -121,6 +122,9 @@ class Subject:
         """Close after a check that did not pass: what that raises is a consequence, not a finding."""
         with suppress(Exception):
             self.platform.close()
+
+    def _note(self, completion: Completion) -> None:
+        self._ended[completion] += 1
 
     # Where things can go
 
@@ -221,7 +225,9 @@ class Subject:
         name, what = lane.device.info.name, f"{verb(completion.command)} on {lane}"
         expect(completion.device == name, f"{what}: the completion is of {completion.device}, not of {name}")
         expect(completion.queue == lane.queue, f"{what}: the completion is of queue {completion.queue}")
-        expect(completion in self._ended, f"{what}: the site's observers were not told that it ended")
+        told = self._ended[completion]
+        expect(told, f"{what}: the site's observers were not told that it ended")
+        expect(told == 1, f"{what}: the site's observers were told {told} times that it ended")
         moved, named = completion.traffic, Traffic(completion.command)
         expect(
             (moved.read, moved.written) == (named.read, named.written),
@@ -299,6 +305,19 @@ class Subject:
             return self.device.alloc(nbytes, memory.name, phantom=True)
         except Unsupported:
             return None
+
+
+def _info(device: Device) -> DeviceInfo:
+    """What the device says of itself. Raises ConfigurationError where it cannot be asked at all."""
+    try:
+        return device.info
+    except DeviceError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the opener gave {device!r}, whose `info` raises {type(error).__name__}: {error}; allowed: a device, or a "
+            "platform that holds it"
+        ) from error
 
 
 def _picked(platform: Platform, name: str | None) -> Device:

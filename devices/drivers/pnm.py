@@ -27,7 +27,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ from tierloop.devices.errors import (
     Unsupported,
 )
 from tierloop.devices.info import DeviceInfo, ExecutorInfo, MemoryInfo, Path
+from tierloop.devices.kernels import MICROKERNEL
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
@@ -182,9 +183,11 @@ class PnmDevice:
         try:
             place = Place(region.id, offset, self._extents.rounded(nbytes))
             self._session.ask(Request(Opcode.REGION_ADD, "alloc", place.pack(), nbytes=0))
-        except DeviceError:
+        except DeviceError as error:
             self._arena.remove(region, False)
-            self._extents.give(self._places.pop(region), nbytes)
+            del self._places[region]
+            if not isinstance(error, ProtocolError) or self._gives_back(region):
+                self._extents.give(offset, nbytes)
             raise
         return region
 
@@ -193,8 +196,23 @@ class PnmDevice:
         self._alive("free")
         self._arena.remove(region, self._queues.uses(region))
         offset = self._places.pop(region)
-        self._session.ask(Request(Opcode.REGION_DROP, "free", pack_drop(region.id), nbytes=0))
+        try:
+            self._session.ask(_drop(region))
+        except ProtocolError:
+            if self._gives_back(region):
+                self._extents.give(offset, region.nbytes)
+            raise
         self._extents.give(offset, region.nbytes)
+
+    def _gives_back(self, region: Region) -> bool:
+        """Whether a region that the device may have is its no more: only then another one may lie in its place."""
+        try:
+            self._session.ask(_drop(region))
+        except OutOfRange:  # it does not have it
+            return True
+        except DeviceError:
+            return False
+        return True
 
     def submit(self, command: Command, queue: int = 0, after: Sequence[Completion] = ()) -> Completion:
         """Queue a command. Raises OutOfRange, Unsupported, Busy or Gone."""
@@ -338,6 +356,10 @@ class PnmDevice:
                 self._look_again(self._pause_ns)
 
 
+def _drop(region: Region) -> Request:
+    return Request(Opcode.REGION_DROP, "free", pack_drop(region.id), nbytes=0)
+
+
 def _nbytes(command: Command) -> int:
     """What a command's cost grows with: the bytes that it moves, on both sides."""
     traffic = Traffic(command)
@@ -393,6 +415,6 @@ def _describe(name: str, options: Options, limits: Limits, model: str) -> Device
         "sram_nbytes": str(limits.sram_nbytes),
     }
     memory = MemoryInfo(name, limits.capacity // limits.grid * limits.grid)
-    return DeviceInfo(
-        name, "pnm", "real", (memory,), (engines, dma), arithmetic=limits.arithmetic, model=model, notes=notes
-    )
+    ours = limits.arithmetic.microkernel == MICROKERNEL  # of another one nobody knows the order of sums
+    arithmetic = replace(limits.arithmetic, cut_invariant=ours)
+    return DeviceInfo(name, "pnm", "real", (memory,), (engines, dma), arithmetic=arithmetic, model=model, notes=notes)

@@ -187,7 +187,10 @@ class HostSystem:
         os.fdatasync(fd)
 
     def mmap(self, fd: int, nbytes: int, offset: int = 0) -> mmap_module.mmap:
-        return mmap_module.mmap(fd, nbytes, offset=offset)
+        try:
+            return mmap_module.mmap(fd, nbytes, offset=offset)
+        except (ValueError, OverflowError) as error:  # Python looks first: at a file's size, and at its own integers
+            raise OSError(codes.EINVAL, str(error)) from error
 
     def syscall(self, number: int, *args: int) -> int:
         result: int = self._raw(number, *args, *(0,) * (6 - len(args)))

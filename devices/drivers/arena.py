@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,21 +13,28 @@ from tierloop.devices.regions import Region
 
 
 class Arena:
-    """The regions of one memory. `page` is what allocations are rounded up to, in bytes; `used` what they take."""
+    """The regions of one memory. `page` is what allocations are rounded up to, in bytes; `used` what they take.
 
-    def __init__(self, device: str, memory: MemoryInfo, page: int = 1) -> None:
+    `process` is the one that alone may use them, where their bytes or threads are not those of a forked child.
+    """
+
+    def __init__(self, device: str, memory: MemoryInfo, page: int = 1, process: int | None = None) -> None:
         self._device = device
         self._memory = memory
         self._page = page
+        self._process = process
         self._regions: dict[int, Region] = {}
         self._next_id = 0
         self._closed = False
         self.used = 0
 
     def alive(self, op: str) -> None:
-        """Raises Gone once the arena is closed."""
+        """Raises Gone once the arena is closed, and in another process than its own."""
         if self._closed:
             raise Gone(self._device, op, "the device is closed")
+        if self._process not in (None, os.getpid()):
+            detail = f"process {self._process} opened it, and process {os.getpid()} is a fork of that: open it here"
+            raise Gone(self._device, op, detail)
 
     def reserve(self, nbytes: int, memory: str | None) -> int:
         """What a region of `nbytes` takes, if it fits. Raises Gone, OutOfRange or OutOfMemory; changes nothing."""

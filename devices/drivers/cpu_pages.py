@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu_options import CpuOptions
+from tierloop.devices.drivers.failures import start_thread
 from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.drivers.numa import PAGE
 from tierloop.devices.drivers.numa_mapping import advise, free_pages, mapped, pool_advice, run_on
@@ -165,5 +166,5 @@ class Pages:
             memory[::PAGE] = 0
 
         thread = threading.Thread(target=write, name=f"{self._device}-touch")
-        thread.start()
+        start_thread(self._device, "alloc", thread)
         thread.join()

@@ -22,6 +22,7 @@ free); `read_latency_ns`, `write_latency_ns`, `read_bytes_per_s`, `write_bytes_p
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -93,7 +94,7 @@ class CxlDevice:
         persistent = backing.flush is not None
         memory = MemoryInfo(name, self._extents.capacity, persistent=persistent)
         self._info = _describe(name, backing, memory, self.rates, source)
-        self._arena = Arena(name, memory, PAGE)
+        self._arena = Arena(name, memory, PAGE, os.getpid())
         self._closed = False
         self._uses = Uses.of(site)
         if any(self.rates) and (backing.node is None or options.says_rates):

@@ -119,6 +119,9 @@ def _found(device: str, options: Options, serial: int, topology: Topology) -> Op
         raise NotPresent(device, "open", f"{memdev.name} has the serial {serial:#x}, but: {why}")
     dax = daxes[0]
     if dax.mode == "system-ram":
+        if dax.target_node is None:
+            detail = f"{memdev.name} has the serial {serial:#x}, but: {topology.why(*topology.chain(dax))}"
+            raise ProtocolError(device, "open", detail)
         return replace(options, serial=None, node=dax.target_node)
     return replace(options, serial=None, path=dax.path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from tierloop.devices.errors import DeviceError, OutOfMemory, OutOfRange, ProtocolError
 from tierloop.devices.system import from_os
 
@@ -24,3 +26,14 @@ def as_device_error(device: str, op: str, error: BaseException) -> DeviceError:
     result = kind(device, op, f"it failed while it ran: {type(error).__name__}: {error}")
     result.__cause__ = error
     return result
+
+
+def start_thread(device: str, op: str, thread: threading.Thread) -> None:
+    """Start a thread. Raises OutOfMemory where the process may have no more of them, or no memory for a stack."""
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        detail = (
+            f"{error}: the process may have no more threads (ulimit -u, pids.max) or no room for a stack (ulimit -v)"
+        )
+        raise OutOfMemory(device, op, f"no thread {thread.name}: {detail}") from error

@@ -34,6 +34,7 @@ could be done with a path, without changing anything, and `nvme_drives` which dr
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -141,7 +142,7 @@ class NvmeDevice:
             medium.why.append("register = true registers nothing: only io_uring on files and block devices does")
         self._why = medium.why + self._crew.why
         self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
-        self._arena = Arena(name, self._info.memories[0], self._extents.grid)
+        self._arena = Arena(name, self._info.memories[0], self._extents.grid, os.getpid())
         self._queues = QueueSet(name, options.queues, _COMMANDS_PER_QUEUE, site, self._start)
 
     @property
@@ -285,6 +286,7 @@ class NvmeDevice:
     def _alive(self, op: str) -> None:
         if self._closing:
             raise Gone(self._name, op, "the device is closed")
+        self._arena.alive(op)
         if self._gone:
             raise Gone(self._name, op, self._gone)
 

@@ -100,7 +100,11 @@ def _grant(threads: int) -> int:
             worker = threading.Thread(
                 target=_serve, args=(_jobs,), name=f"tierloop-kernel-{len(_workers)}", daemon=True
             )
-            worker.start()
+            try:
+                worker.start()
+            except (RuntimeError, MemoryError):  # the process may have no more: who is there does the work
+                _working -= granted - 1 - len(_workers)
+                return 1 + len(_workers)
             _workers.append(worker)
     return granted
 

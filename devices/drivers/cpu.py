@@ -210,6 +210,7 @@ class Cpu:
         self._lines[queue].put(completion)
 
     def _serve(self, line: SimpleQueue[Completion | None]) -> None:
+        guard.let_in()
         with suppress(OSError):  # the cores were taken away from the process since it was opened
             run_on(self._system, self._options.cores)
         while True:

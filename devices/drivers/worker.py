@@ -97,6 +97,7 @@ class Worker:
         self._inbox.put(None)
 
     def _live(self) -> None:
+        guard.let_in()
         try:
             engine = self._make_engine()
         except BaseException as error:

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu_options import CpuOptions
 from tierloop.devices.drivers.failures import start_thread
-from tierloop.devices.drivers.host_memory import available_nbytes
+from tierloop.devices.drivers.host_memory import require_room
 from tierloop.devices.drivers.numa import PAGE
 from tierloop.devices.drivers.numa_mapping import advise, free_pages, mapped, pool_advice, run_on
-from tierloop.devices.drivers.numa_topology import free_nbytes, shown
+from tierloop.devices.drivers.numa_topology import shown
 from tierloop.devices.errors import NoPermission, OutOfMemory, ProtocolError, Unsupported
 from tierloop.devices.placement import Placement
 from tierloop.devices.regions import Region
@@ -129,12 +129,8 @@ class Pages:
                 advice = pool_advice(options.page, nbytes - free, options.nodes)
                 raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {advice}")
             return
-        left, where = available_nbytes(self._system), "in what the machine and this process's control groups allow"
-        if options.placement in ("bind", "weighted-interleave"):
-            free = sum(free_nbytes(self._system, node) for node in options.nodes)
-            left, where = min((left, where), (free, f"on nodes {shown(options.nodes)}"))
-        if nbytes > left:
-            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes; {left} are free {where}")
+        promised = options.nodes if options.placement in ("bind", "weighted-interleave") else ()
+        require_room(self._system, self._device, nbytes, promised)
 
     def _place(self, address: int, nbytes: int) -> bool:
         """Bind, and touch; False where the kernel cannot be asked to touch."""

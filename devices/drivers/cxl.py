@@ -43,6 +43,7 @@ from tierloop.devices.drivers.cxl_rates import rates_of, stated_paths
 from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.guard import PAGE
+from tierloop.devices.drivers.host_memory import require_room
 from tierloop.devices.drivers.uses import Uses
 from tierloop.devices.errors import (
     Busy,
@@ -208,6 +209,7 @@ class CxlDevice:
         zeroed = False
         if backing.node is not None:
             try:
+                require_room(backing.system, self._name, piece.nbytes, [backing.node])
                 zeroed = numa.touch(backing.system, self._name, address, piece.nbytes) and not self._stale
             except OutOfMemory:
                 self._extents.give(offset, piece.nbytes)

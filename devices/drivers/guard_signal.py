@@ -1,9 +1,10 @@
 """What answers SIGBUS for guard.py: machine code that runs inside the signal, in whichever thread has faulted.
 
-It calls mmap, sigaction, sigpending and raise of the C library and nothing else; it takes no lock, allocates nothing and
-needs no interpreter. errno is left as it was. The address is that of siginfo on 64-bit Linux. A grain is marked before
-it is replaced, so that nobody sees zeros without a mark. A grain that is replaced divides a mapping, unless one beside it was
-replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, all of the next grain's range is replaced.
+It calls mmap, sigaction, sigpending and raise of the C library and nothing else; it takes no lock, allocates nothing
+and needs no interpreter. errno is left as it was. The address is that of siginfo on 64-bit Linux. A grain is marked
+before it is replaced, so that nobody sees zeros without a mark. A grain that is replaced divides a mapping, unless one
+beside it was replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, all of the next grain's range
+is replaced.
 
 A signal that is not ours is passed on to its previous owner. faulthandler reports, gives the signal back to whoever had
 it before, and raises it again. That may be this code, which holds the signal back while it runs: if the signal waits

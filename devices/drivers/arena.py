@@ -42,9 +42,11 @@ class Arena:
         name, capacity = self._memory.name, self._memory.capacity
         if memory not in (None, name):
             raise OutOfRange(self._device, "alloc", f"there is no memory {memory!r} here, only {name!r}")
-        if nbytes < 1:
-            raise OutOfRange(self._device, "alloc", f"{nbytes} bytes; a region has at least 1")
-        taken = self._rounded(nbytes)
+        if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer)) or nbytes < 1:
+            raise OutOfRange(
+                self._device, "alloc", f"{nbytes!r} bytes; a region has at least 1, and a whole number of them"
+            )
+        taken = self._rounded(int(nbytes))
         if taken > capacity - self.used:
             raise OutOfMemory(
                 self._device, "alloc", f"{nbytes} bytes; {capacity - self.used} of {capacity} are free in {name}"
@@ -53,10 +55,10 @@ class Arena:
 
     def add(self, nbytes: int, phantom: bool = False, view: NDArray[np.uint8] | None = None) -> Region:
         """Record a region whose bytes `reserve` has granted."""
-        region = Region(self._device, self._memory.name, self._next_id, nbytes, phantom, view)
+        region = Region(self._device, self._memory.name, self._next_id, int(nbytes), phantom, view)
         self._next_id += 1
         self._regions[region.id] = region
-        self.used += self._rounded(nbytes)
+        self.used += self._rounded(region.nbytes)
         return region
 
     def remove(self, region: Region, in_use: bool) -> None:

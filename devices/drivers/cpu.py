@@ -116,7 +116,7 @@ class Cpu:
             verbs=frozenset(VERBS.values()),
             kernels=contract.KERNELS,
             dtypes=contract.DTYPES,
-            paths=tuple(self._path(reached) for reached in (self._name, *options.reaches)),
+            paths=tuple(self._path(reached) for reached in dict.fromkeys((self._name, *options.reaches))),
             depth=DEPTH,
         )
         return DeviceInfo(

@@ -19,6 +19,7 @@ Pages of a pool of huge pages are always touched at once: a page that is missing
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 from contextlib import suppress
@@ -112,8 +113,9 @@ class Pages:
         try:
             # Private: the system gives shared mappings no huge pages.
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {error}", error.errno) from error
+        except (OSError, OverflowError) as error:
+            number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {error}", number) from error
         advice = "MADV_HUGEPAGE" if self._options.huge_pages == "transparent" else "MADV_NOHUGEPAGE"
         with suppress(OSError, AttributeError):  # a kernel without huge pages: small ones do
             mapping.madvise(getattr(mmap, advice))

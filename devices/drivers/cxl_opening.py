@@ -249,6 +249,8 @@ def _mapped(device: str, path: str, system: System, fd: int, nbytes: int, grain:
     try:
         mapping = system.mmap(fd, nbytes)
     except OSError as error:
+        if error.errno == errno.ENODEV:
+            raise Unsupported(device, "open", f"{path} is nothing that can be mapped", error.errno) from error
         raise from_os(device, "open", error, f"mapping {nbytes} bytes of {path}") from error
     return guarded(device, np.frombuffer(mapping, dtype=np.uint8), grain)
 

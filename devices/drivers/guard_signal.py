@@ -118,7 +118,7 @@ def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
 
     @numba.njit(error_model="numpy")
     def waits(number: int) -> bool:
-        return (load_int(load_int(state + 8 * PENDING)) >> (number - 1)) & 1 == 1
+        return bool(load_int(load_int(state + 8 * PENDING)) >> (number - 1) & 1)
 
     @numba.njit(error_model="numpy")
     def foreign(number: int, code: int, info: int, where: int) -> None:

@@ -53,6 +53,8 @@ _MODES = {
 _HUGETLB = 0x40000
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _ADVICE_ALLOWED = {numa_mapping.MADV_HUGEPAGE, numa_mapping.MADV_NOHUGEPAGE}
+_DONTNEED = 4
+"""madvise: pages go, and read as zeros when they are touched again (MADV_DONTNEED)."""
 _NODES_BELOW = 64
 _STATIC_NODES = 0x8000
 _MOVE_MASK = 0b110
@@ -248,6 +250,11 @@ class NumaMemory:
         if advice == numa.MADV_POPULATE_WRITE:
             self._mapped(address, nbytes, errno.ENOMEM)
             self.touch(address, nbytes)
+        elif advice == _DONTNEED:
+            self._mapped(address, nbytes, errno.ENOMEM)
+            self._forget(_pages(address, nbytes))
+            if _give_back(address, nbytes, advice) != 0:
+                raise failure(ctypes.get_errno())
         elif advice not in _ADVICE_ALLOWED:
             raise failure(errno.EINVAL)
         return 0
@@ -272,11 +279,7 @@ class NumaMemory:
         if address not in self._mappings or self._mappings[address][1] != nbytes:
             raise failure(errno.EINVAL)
         page_nbytes = self._mappings.pop(address)[2]
-        for page in _pages(address, nbytes):
-            node = self._where.pop(page, None)
-            self._pinned.discard(page)
-            if node is not None:
-                self.used[node] -= PAGE
+        self._forget(_pages(address, nbytes))
         self._rule(address, nbytes, _DEFAULT)
         if page_nbytes != PAGE:
             self._take_huge(page_nbytes, -(nbytes // page_nbytes))
@@ -392,6 +395,14 @@ class NumaMemory:
         self._where[page] = node
         self.used[node] += PAGE
 
+    def _forget(self, pages: range) -> None:
+        """These pages lie nowhere any more."""
+        for page in pages:
+            node = self._where.pop(page, None)
+            self._pinned.discard(page)
+            if node is not None:
+                self.used[node] -= PAGE
+
     def _take_huge(self, page: int, count: int) -> None:
         """Take pages out of the machine's pool, or give them back. Raises OSError: ENOMEM."""
         path = f"/sys/kernel/mm/hugepages/hugepages-{page // 1024}kB/free_hugepages"
@@ -420,6 +431,9 @@ def _write_mask(address: int, maxnode: int, nodes: Iterable[int]) -> None:
         words[node // _WORD] |= 1 << node % _WORD
 
 
+_give_back = ctypes.CDLL(None, use_errno=True).madvise
+_give_back.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_give_back.restype = ctypes.c_int
 _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
 _mincore.restype = ctypes.c_int

@@ -132,7 +132,7 @@ class Cpu:
         )
 
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
-        """Zeroed pages where they were wanted. Raises OutOfMemory, OutOfRange, ProtocolError, Unsupported, Gone."""
+        """Zeroed pages where they were wanted. Raises OutOfMemory, OutOfRange, ProtocolError, NotPresent, …"""
         if phantom:
             raise Unsupported(self._name, "alloc", "a real device has no phantom regions")
         taken = self._arena.reserve(nbytes, memory)

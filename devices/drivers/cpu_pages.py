@@ -33,8 +33,8 @@ from tierloop.devices.drivers.failures import start_thread
 from tierloop.devices.drivers.host_memory import require_room
 from tierloop.devices.drivers.numa import PAGE
 from tierloop.devices.drivers.numa_mapping import advise, free_pages, mapped, pool_advice, run_on
-from tierloop.devices.drivers.numa_topology import shown
-from tierloop.devices.errors import NoPermission, OutOfMemory, ProtocolError, Unsupported
+from tierloop.devices.drivers.numa_topology import numa_topology, shown
+from tierloop.devices.errors import NoPermission, NotPresent, OutOfMemory, ProtocolError, Unsupported
 from tierloop.devices.placement import Placement
 from tierloop.devices.regions import Region
 from tierloop.devices.system import System
@@ -138,22 +138,39 @@ class Pages:
         """Bind, and touch; False where the kernel cannot be asked to touch."""
         options = self._options
         if options.nodes and not self.unbound:
-            numa.bind(
-                self._system,
-                self._device,
-                address,
-                nbytes,
-                options.placement,
-                options.nodes,
-                options.weights,
-                options.page,
-            )
+            self._bind(address, nbytes)
         elif not options.pooled:
             return False
         touched = numa.touch(self._system, self._device, address, nbytes)
         if options.pooled and not touched:
             raise Unsupported(self._device, "alloc", f"huge_pages = {options.huge_pages!r} needs Linux 5.14")
         return touched
+
+    def _bind(self, address: int, nbytes: int) -> None:
+        """Bind to the nodes, all of them: one that has lost its memory is dropped by a kernel without a word."""
+        options, system = self._options, self._system
+        mode, nodes = options.placement, options.nodes
+        try:
+            numa.bind(system, self._device, address, nbytes, mode, nodes, options.weights, options.page)
+        except ProtocolError as error:
+            self._refuse_lost_nodes(error)
+            raise
+        held = frozenset(nodes)
+        if mode in ("bind", "interleave"):
+            with suppress(OSError):  # a container that forbids asking
+                held = numa.policy_of(system, address)[1]
+        if held != frozenset(nodes):
+            self._refuse_lost_nodes()
+            detail = f"the kernel bound memory to nodes {shown(held)} instead of {shown(nodes)}"
+            raise ProtocolError(self._device, "alloc", detail)
+
+    def _refuse_lost_nodes(self, cause: Exception | None = None) -> None:
+        """Raises NotPresent where nodes that were there at opening have no memory for this process any more."""
+        usable = numa_topology(self._system).with_memory
+        lost = set(self._options.nodes).difference(usable)
+        if lost:
+            detail = f"nodes {shown(lost)} have no memory any more that this process may use; allowed: {shown(usable)}"
+            raise NotPresent(self._device, "alloc", detail) from cause
 
     def _touch_here(self, memory: NDArray[np.uint8]) -> None:
         """Write one byte of each page on a thread that runs on the device's cores."""

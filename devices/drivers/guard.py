@@ -17,7 +17,7 @@ that touched it runs on. What it computed is worth nothing, and `check` says so.
   It is installed once, over what was there; who takes the signal away later finds it taken back at the next `guarded`.
 - The answer is machine code (guard_signal.py) that needs no interpreter, no lock and no allocation.
 - Threads that touch guarded memory let the signal in: where it is blocked, Linux ends the process whoever answers. The
-  thread that calls `guarded` does so there, and so does every worker of a driver as it begins (`let_in`).
+  thread that calls `guarded` does so there, every worker of a driver as it begins, and whoever zeroes (`let_in`).
 
 A system call that is handed a lost page (read, write, io_uring) gets EFAULT or EIO from the kernel, and no signal.
 Linux with 64 bits only: where siginfo keeps its address.

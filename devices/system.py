@@ -187,7 +187,10 @@ class HostSystem:
         os.fdatasync(fd)
 
     def mmap(self, fd: int, nbytes: int, offset: int = 0) -> mmap_module.mmap:
-        return mmap_module.mmap(fd, nbytes, offset=offset)
+        try:
+            return mmap_module.mmap(fd, nbytes, offset=offset)
+        except (ValueError, OverflowError) as error:  # Python looks first: at a file's size, and at its own integers
+            raise OSError(codes.EINVAL, str(error)) from error
 
     def syscall(self, number: int, *args: int) -> int:
         result: int = self._raw(number, *args, *(0,) * (6 - len(args)))
@@ -280,13 +283,15 @@ def _status(result: os.stat_result) -> FileStatus:
     return FileStatus(kind, result.st_dev, result.st_ino, result.st_rdev)
 
 
+_EHWPOISON = 133
+"""A page whose memory is broken; `errno` has no name for it before Python 3.14."""
 _BLAME: dict[type[DeviceError], tuple[int, ...]] = {
     NotPresent: (codes.ENOENT, codes.ENOTDIR),
     NoPermission: (codes.EACCES, codes.EPERM, codes.EROFS),
     OutOfMemory: (codes.ENOSPC, codes.EDQUOT, codes.EFBIG, codes.ENOMEM, codes.EMFILE, codes.ENFILE),
     Busy: (codes.EBUSY, codes.EAGAIN, codes.EEXIST, codes.ETXTBSY, codes.EBADE),
     Timeout: (codes.ETIMEDOUT, codes.ETIME),
-    MediaError: (codes.EIO, codes.ENODATA, codes.EBADMSG, codes.EILSEQ, codes.EREMOTEIO, codes.EUCLEAN),
+    MediaError: (codes.EIO, codes.ENODATA, codes.EBADMSG, codes.EILSEQ, codes.EREMOTEIO, codes.EUCLEAN, _EHWPOISON),
     Unsupported: (codes.EOPNOTSUPP, codes.ENOSYS, codes.EISDIR),
     Gone: (codes.ENODEV, codes.ENXIO, codes.ESHUTDOWN, codes.ENOTCONN, codes.ENOLINK),
 }

@@ -84,7 +84,7 @@ def put_memory(
         _add_to_list(tree, f"{_NODES}/{name}", node)
     _speed(tree, node, None, *speed)
     ns, mb_per_s = speed[0] + speed[1], speed[2] + speed[3]
-    tier = 576 * ns // (2 * _DRAM_LATENCY_NS) * 2 * _DRAM_MB_PER_S // mb_per_s >> 7
+    tier = 576 * ns // (2 * _DRAM_LATENCY_NS) * 2 * _DRAM_MB_PER_S // max(1, mb_per_s) >> 7
     tree.put(f"/sys/devices/virtual/memory_tiering/memory_tier{tier}/nodelist", str(node))
 
 

@@ -45,6 +45,8 @@ _MODES = {
 _HUGETLB = 0x40000
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _ADVICE_ALLOWED = {numa_mapping.MADV_HUGEPAGE, numa_mapping.MADV_NOHUGEPAGE}
+_DONTNEED = 4
+"""madvise: pages go, and read as zeros when they are touched again (MADV_DONTNEED)."""
 _NODES_BELOW = 64
 _STATIC_NODES = 0x8000
 _MOVE_MASK = 0b110
@@ -181,6 +183,11 @@ class NumaMemory(NumaPages):
         if advice == numa.MADV_POPULATE_WRITE:
             self._mapped(address, nbytes, errno.ENOMEM)
             self.touch(address, nbytes)
+        elif advice == _DONTNEED:
+            self._mapped(address, nbytes, errno.ENOMEM)
+            self.drop(address, nbytes)
+            if _give_back(address, nbytes, advice) != 0:
+                raise failure(ctypes.get_errno())
         elif advice not in _ADVICE_ALLOWED:
             raise failure(errno.EINVAL)
         return 0
@@ -299,6 +306,9 @@ def _write_mask(address: int, maxnode: int, nodes: Iterable[int]) -> None:
         words[node // _WORD] |= 1 << node % _WORD
 
 
+_give_back = ctypes.CDLL(None, use_errno=True).madvise
+_give_back.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+_give_back.restype = ctypes.c_int
 _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
 _mincore.restype = ctypes.c_int

@@ -92,13 +92,17 @@ class NumaPages:
         """The node of each page of a range, None where it lies nowhere."""
         return [self.where.get(page) for page in _pages(address, nbytes)]
 
-    def forget(self, address: int, nbytes: int) -> None:
-        """The range is unmapped: its pages lie nowhere, and it has no policy."""
+    def drop(self, address: int, nbytes: int) -> None:
+        """The pages lie nowhere any more, until they are touched again."""
         for page in _pages(address, nbytes):
             node = self.where.pop(page, None)
             self.pinned.discard(page)
             if node is not None:
                 self.used[node] -= PAGE
+
+    def forget(self, address: int, nbytes: int) -> None:
+        """The range is unmapped: its pages lie nowhere, and it has no policy."""
+        self.drop(address, nbytes)
         self.rule(address, nbytes, DEFAULT)
 
     def rule(self, address: int, nbytes: int, policy: Policy) -> None:

@@ -74,7 +74,6 @@ class CxlCard:
         self.changes = 0
         """Grows with everything that a host may see changed without having done it to this card's memory."""
         self._next_code: Code | None = None
-        self._tables = 0
         self._due: int | None = None
         self._mailbox_reset()
 
@@ -154,7 +153,7 @@ class CxlCard:
 
     def cdat(self) -> bytes:
         """The table of attributes, as a read over the data object exchange gives it."""
-        return b"" if self.removed else cdat(self.state.ranges, self.part.link, self._tables)
+        return b"" if self.removed else cdat(self.state.ranges, self.part.link, self.state.tables)
 
     # the bus face: power
 
@@ -164,7 +163,6 @@ class CxlCard:
         state.decoders.reset()
         if state.next_volatile is not None:
             state.partition(state.next_volatile)
-            self._tables += 1
         state.background = state.finished = None
         state.event_interrupts = bytes(4)
         state.epoch_ns = None

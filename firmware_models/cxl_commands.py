@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tierloop.firmware_models.cxl_codes import Code, Op, Refused
+from tierloop.firmware_models.cxl_events import GENERAL_MEDIA, INFORMATIONAL, Event, general_media
 from tierloop.firmware_models.cxl_part import GRAIN, LINE
 from tierloop.firmware_models.cxl_state import CxlState
 
@@ -20,6 +21,8 @@ EFFECTS_LOG = uuid.UUID("0da9c0b5-bf41-4b78-8f79-96b1623b3f17")
 CONFIGURATION_AFTER_RESET, CONFIGURATION, DATA, POLICY, LOG, SECURITY, BACKGROUND = (1 << bit for bit in range(7))
 MORE, OVERFLOW = 1, 2
 INJECTED = 3
+_INJECTION = 4
+"""The transaction of a media event: poison that a host put there."""
 
 
 class Command(NamedTuple):
@@ -183,6 +186,8 @@ def _inject_poison(state: CxlState, payload: bytes) -> bytes:
         if injected >= state.part.poison_limit:
             raise Refused(Code.POISON_LIMIT)
         state.cells.poison(dpa, INJECTED)
+        created = general_media(dpa, descriptor=0, transaction=_INJECTION)
+        state.events.add(INFORMATIONAL, Event(GENERAL_MEDIA, state.timestamp, created))
     return b""
 
 
@@ -208,11 +213,12 @@ def _sanitize(state: CxlState, payload: bytes) -> bytes:
 
 def _get_dynamic(state: CxlState, payload: bytes) -> bytes:
     count, first = payload
-    regions = state.dynamic[first : first + count]
+    fitting = (state.part.payload_nbytes - 24) // 40
+    regions = state.dynamic[first : first + min(count, fitting)]
     if first >= len(state.dynamic):
         raise Refused(Code.INVALID_INPUT)
     answer = struct.pack("<BB6x", len(state.dynamic), len(regions))
-    for handle, (base, length) in enumerate(regions, 2 + first):
+    for handle, (base, length) in enumerate(regions, len(state.ranges) - len(state.dynamic) + first):
         answer += struct.pack("<QQQQIB3x", base, length // GRAIN, length, 2 << 20, handle, 0)
     return answer + struct.pack("<4I", 0, 0, 0, 0)
 

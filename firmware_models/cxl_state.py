@@ -119,6 +119,8 @@ class CxlState:
     hold_background: bool = False
     poison_seen: tuple[tuple[int, int], int] = ((-1, -1), 0)
     poison_overflow_ns: int | None = None
+    tables: int = 0
+    """How often what the table of attributes says has changed: its sequence number."""
 
     def __post_init__(self) -> None:
         self.cells = CxlCells(self.part.capacity)
@@ -177,6 +179,7 @@ class CxlState:
         first, last = sorted((self.volatile_nbytes, volatile_nbytes))
         self.volatile_nbytes = volatile_nbytes
         self.next_volatile = None
+        self.tables += 1
         if last > first:
             self.cells.erase(first, last - first)
 

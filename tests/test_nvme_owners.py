@@ -176,7 +176,7 @@ def test_in_a_process_that_was_forked_a_device_is_gone_at_once(tmp_path: Path) -
         said = answers.read().splitlines()
     os.waitpid(child, 0)
     assert [line.split(" ", 1)[0] for line in said] == [Gone.__name__] * 2
-    assert f"it belongs to process {os.getpid()}" in said[0]
+    assert f"process {os.getpid()} opened it, and" in said[0]
     assert (rig.read(region.all()) == bytes_of(2, 8192)).all()
     with pytest.raises(Busy, match="another owner"):
         open_nvme("nvme1", Site(clock=rig.site.clock), {"path": rig.path})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from typing import SupportsIndex
 
 import numpy as np
@@ -21,21 +22,33 @@ def whole(device: str, op: str, given: SupportsIndex) -> int:
 
 
 class Arena:
-    """The regions of one memory. `page` is what allocations are rounded up to, in bytes; `used` what they take."""
+    """The regions of one memory. `page` is what allocations are rounded up to, in bytes; `used` what they take.
 
-    def __init__(self, device: str, memory: MemoryInfo, page: int = 1) -> None:
+    `process` is the one that alone may use them, where their bytes or threads are not those of a forked child.
+    """
+
+    def __init__(self, device: str, memory: MemoryInfo, page: int = 1, process: int | None = None) -> None:
         self._device = device
         self._memory = memory
         self._page = page
+        self._process = process
         self._regions: dict[int, Region] = {}
         self._next_id = 0
         self._closed = False
         self.used = 0
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that may use it."""
+        return self._process not in (None, os.getpid())
+
     def alive(self, op: str) -> None:
-        """Raises Gone once the arena is closed."""
+        """Raises Gone once the arena is closed, and in another process than its own."""
         if self._closed:
             raise Gone(self._device, op, "the device is closed")
+        if self.forked:
+            whose = f"process {self._process} opened it, and process {os.getpid()} is a fork, without its threads"
+            raise Gone(self._device, op, f"{whose}; open a device in the process that uses it")
 
     def reserve(self, nbytes: int, memory: str | None) -> int:
         """What a region of `nbytes` takes, if it fits. Raises Gone, OutOfRange or OutOfMemory; changes nothing."""
@@ -62,10 +75,10 @@ class Arena:
 
     def add(self, nbytes: int, phantom: bool = False, view: NDArray[np.uint8] | None = None) -> Region:
         """Record a region whose bytes were reserved or granted."""
-        region = Region(self._device, self._memory.name, self._next_id, nbytes, phantom, view)
+        region = Region(self._device, self._memory.name, self._next_id, int(nbytes), phantom, view)
         self._next_id += 1
         self._regions[region.id] = region
-        self.used += self._rounded(nbytes)
+        self.used += self._rounded(region.nbytes)
         return region
 
     def remove(self, region: Region, in_use: bool) -> None:

@@ -21,6 +21,7 @@ bound to the cores, so that without nodes a page which a command writes first li
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,7 +54,7 @@ from tierloop.devices.drivers.cpu_pages import Pages
 from tierloop.devices.drivers.cxl_flush import Flushes
 from tierloop.devices.drivers.cxl_rates import stated_paths
 from tierloop.devices.drivers.estimates import Costs
-from tierloop.devices.drivers.failures import as_device_error
+from tierloop.devices.drivers.failures import as_device_error, start_thread
 from tierloop.devices.drivers.numa import PAGE as PAGE
 from tierloop.devices.drivers.numa_mapping import run_on
 from tierloop.devices.drivers.numa_tiering import tiering
@@ -89,7 +90,7 @@ class Cpu:
         self._notes = _notes(system, options, self._pages)
         self._clock = site.clock
         self._memory = MemoryInfo(name, options.capacity)
-        self._arena = Arena(name, self._memory, options.page)
+        self._arena = Arena(name, self._memory, options.page, os.getpid())
         self._placements = Placements.of(site)
         self._costs = Costs({})
         self._flushes = Flushes.of(site)
@@ -115,7 +116,7 @@ class Cpu:
             verbs=frozenset(VERBS.values()),
             kernels=contract.KERNELS,
             dtypes=contract.DTYPES,
-            paths=tuple(self._path(reached) for reached in (self._name, *options.reaches)),
+            paths=tuple(self._path(reached) for reached in dict.fromkeys((self._name, *options.reaches))),
             depth=DEPTH,
         )
         return DeviceInfo(
@@ -131,7 +132,10 @@ class Cpu:
         )
 
     def alloc(self, nbytes: int, memory: str | None = None, phantom: bool = False) -> Region:
-        """Zeroed pages where they were wanted. Raises OutOfMemory, OutOfRange, ProtocolError, Unsupported, Gone."""
+        """Zeroed pages where they were wanted.
+
+        Raises OutOfMemory, OutOfRange, ProtocolError, NotPresent, NoPermission, Unsupported, Gone.
+        """
         taken = self._arena.grant(nbytes, memory, phantom)
         region = self._arena.add(nbytes, view=self._pages.make(taken)[:nbytes])
         placement = self._placements.allocated(region)
@@ -202,11 +206,12 @@ class Cpu:
             worker = threading.Thread(
                 target=self._serve, args=(self._lines[queue],), name=f"{self._name}-queue-{queue}", daemon=True
             )
+            start_thread(self._name, verb(completion.command), worker)
             self._workers[queue] = worker
-            worker.start()
         self._lines[queue].put(completion)
 
     def _serve(self, line: SimpleQueue[Completion | None]) -> None:
+        guard.let_in()
         with suppress(OSError):  # the cores were taken away from the process since it was opened
             run_on(self._system, self._options.cores)
         while True:

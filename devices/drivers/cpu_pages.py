@@ -19,6 +19,7 @@ Pages of a pool of huge pages are always touched at once: a page that is missing
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 from contextlib import suppress
@@ -28,11 +29,12 @@ from numpy.typing import NDArray
 
 from tierloop.devices.drivers import numa
 from tierloop.devices.drivers.cpu_options import CpuOptions
-from tierloop.devices.drivers.host_memory import available_nbytes
+from tierloop.devices.drivers.failures import start_thread
+from tierloop.devices.drivers.host_memory import require_room
 from tierloop.devices.drivers.numa import PAGE
 from tierloop.devices.drivers.numa_mapping import advise, free_pages, mapped, pool_advice, run_on
-from tierloop.devices.drivers.numa_topology import free_nbytes, shown
-from tierloop.devices.errors import NoPermission, OutOfMemory, ProtocolError, Unsupported
+from tierloop.devices.drivers.numa_topology import numa_topology, shown
+from tierloop.devices.errors import NoPermission, NotPresent, OutOfMemory, ProtocolError, Unsupported
 from tierloop.devices.placement import Placement
 from tierloop.devices.regions import Region
 from tierloop.devices.system import System
@@ -111,8 +113,9 @@ class Pages:
         try:
             # Private: the system gives shared mappings no huge pages.
             mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {error}", error.errno) from error
+        except (OSError, OverflowError) as error:
+            number = error.errno if isinstance(error, OSError) else errno.ENOMEM
+            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {error}", number) from error
         advice = "MADV_HUGEPAGE" if self._options.huge_pages == "transparent" else "MADV_NOHUGEPAGE"
         with suppress(OSError, AttributeError):  # a kernel without huge pages: small ones do
             mapping.madvise(getattr(mmap, advice))
@@ -128,33 +131,46 @@ class Pages:
                 advice = pool_advice(options.page, nbytes - free, options.nodes)
                 raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes: {advice}")
             return
-        left, where = available_nbytes(self._system), "in what the machine and this process's control groups allow"
-        if options.placement in ("bind", "weighted-interleave"):
-            free = sum(free_nbytes(self._system, node) for node in options.nodes)
-            left, where = min((left, where), (free, f"on nodes {shown(options.nodes)}"))
-        if nbytes > left:
-            raise OutOfMemory(self._device, "alloc", f"{nbytes} bytes; {left} are free {where}")
+        promised = options.nodes if options.placement in ("bind", "weighted-interleave") else ()
+        require_room(self._system, self._device, nbytes, promised)
 
     def _place(self, address: int, nbytes: int) -> bool:
         """Bind, and touch; False where the kernel cannot be asked to touch."""
         options = self._options
         if options.nodes and not self.unbound:
-            numa.bind(
-                self._system,
-                self._device,
-                address,
-                nbytes,
-                options.placement,
-                options.nodes,
-                options.weights,
-                options.page,
-            )
+            self._bind(address, nbytes)
         elif not options.pooled:
             return False
         touched = numa.touch(self._system, self._device, address, nbytes)
         if options.pooled and not touched:
             raise Unsupported(self._device, "alloc", f"huge_pages = {options.huge_pages!r} needs Linux 5.14")
         return touched
+
+    def _bind(self, address: int, nbytes: int) -> None:
+        """Bind to the nodes, all of them: one that has lost its memory is dropped by a kernel without a word."""
+        options, system = self._options, self._system
+        mode, nodes = options.placement, options.nodes
+        try:
+            numa.bind(system, self._device, address, nbytes, mode, nodes, options.weights, options.page)
+        except ProtocolError as error:
+            self._refuse_lost_nodes(error)
+            raise
+        held = frozenset(nodes)
+        if mode in ("bind", "interleave"):
+            with suppress(OSError):  # a container that forbids asking
+                held = numa.policy_of(system, address)[1]
+        if held != frozenset(nodes):
+            self._refuse_lost_nodes()
+            detail = f"the kernel bound memory to nodes {shown(held)} instead of {shown(nodes)}"
+            raise ProtocolError(self._device, "alloc", detail)
+
+    def _refuse_lost_nodes(self, cause: Exception | None = None) -> None:
+        """Raises NotPresent where nodes that were there at opening have no memory for this process any more."""
+        usable = numa_topology(self._system).with_memory
+        lost = set(self._options.nodes).difference(usable)
+        if lost:
+            detail = f"nodes {shown(lost)} have no memory any more that this process may use; allowed: {shown(usable)}"
+            raise NotPresent(self._device, "alloc", detail) from cause
 
     def _touch_here(self, memory: NDArray[np.uint8]) -> None:
         """Write one byte of each page on a thread that runs on the device's cores."""
@@ -165,5 +181,5 @@ class Pages:
             memory[::PAGE] = 0
 
         thread = threading.Thread(target=write, name=f"{self._device}-touch")
-        thread.start()
+        start_thread(self._device, "alloc", thread)
         thread.join()

@@ -22,6 +22,7 @@ free); `read_latency_ns`, `write_latency_ns`, `read_bytes_per_s`, `write_bytes_p
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -42,12 +43,13 @@ from tierloop.devices.drivers.cxl_rates import rates_of, stated_paths
 from tierloop.devices.drivers.cxl_topology import cxl_topology
 from tierloop.devices.drivers.extents import Extents
 from tierloop.devices.drivers.guard import PAGE
+from tierloop.devices.drivers.host_memory import require_room
 from tierloop.devices.drivers.uses import Uses
 from tierloop.devices.errors import (
     Busy,
     ConfigurationError,
+    DeviceError,
     MediaError,
-    OutOfMemory,
     OutOfRange,
     ProtocolError,
     Unsupported,
@@ -96,7 +98,7 @@ class CxlDevice:
         persistent = backing.flush is not None
         memory = MemoryInfo(name, self._extents.capacity, persistent=persistent)
         self._info = _describe(name, backing, memory, self.rates, source)
-        self._arena = Arena(name, memory, PAGE)
+        self._arena = Arena(name, memory, PAGE, os.getpid())
         self._closed = False
         self._uses = Uses.of(site)
         if any(self.rates) and (backing.node is None or options.says_rates):
@@ -208,11 +210,13 @@ class CxlDevice:
 
     def _zero(self, offset: int, piece: NDArray[np.uint8]) -> None:
         address, backing = piece.ctypes.data, self._backing
+        guard.let_in()  # it may be any thread of the caller's
         zeroed = False
         if backing.node is not None:
             try:
+                require_room(backing.system, self._name, piece.nbytes, [backing.node])
                 zeroed = numa.touch(backing.system, self._name, address, piece.nbytes) and not self._stale
-            except OutOfMemory:
+            except DeviceError:
                 self._extents.give(offset, piece.nbytes)
                 raise
         if not zeroed:

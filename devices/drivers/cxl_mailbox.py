@@ -50,14 +50,24 @@ _LATER_STATUS = {4: "persistency lost at power loss", 5: "persistency lost at sh
                  8: "all data lost at shutdown", 9: "all data loss imminent"}  # fmt: skip
 POISON_SOURCES = {0: "unknown", 1: "external", 2: "internal", 3: "injected", 7: "vendor"}
 _RETURNED = {
+    1: "it goes on in the background",
     2: "invalid input",
     3: "unsupported",
     4: "internal error",
     5: "retry required",
     6: "busy",
     7: "media disabled",
+    14: "invalid handle",
     15: "invalid physical address",
+    16: "inject poison limit reached",
+    17: "permanent media failure",
+    18: "aborted",
+    19: "invalid security state",
+    20: "incorrect passphrase",
+    21: "unsupported mailbox or command on this CCI",
     22: "invalid payload length",
+    23: "invalid or unsupported log page",
+    24: "interrupted",
 }
 
 
@@ -218,7 +228,7 @@ class Mailbox:
 
     def _failed(self, op: str, returned: int) -> DeviceError:
         text = f"{self._path}: the device answers {returned} ({_RETURNED.get(returned, 'see CXL 3.1, 8.2.8.4.5.1')})"
-        kinds: dict[int, type[DeviceError]] = {3: Unsupported, 5: Timeout, 6: Busy, 7: MediaError}
+        kinds: dict[int, type[DeviceError]] = {3: Unsupported, 5: Timeout, 6: Busy, 7: MediaError, 17: MediaError}
         return kinds.get(returned, ProtocolError)(self._device, op, text)
 
     def _odd(self, op: str, what: str) -> ProtocolError:

@@ -119,6 +119,9 @@ def _found(device: str, options: Options, serial: int, topology: Topology) -> Op
         raise NotPresent(device, "open", f"{memdev.name} has the serial {serial:#x}, but: {why}")
     dax = daxes[0]
     if dax.mode == "system-ram":
+        if dax.target_node is None:
+            detail = f"{memdev.name} has the serial {serial:#x}, but: {topology.why(*topology.chain(dax))}"
+            raise ProtocolError(device, "open", detail)
         return replace(options, serial=None, node=dax.target_node)
     return replace(options, serial=None, path=dax.path)
 
@@ -246,6 +249,8 @@ def _mapped(device: str, path: str, system: System, fd: int, nbytes: int, grain:
     try:
         mapping = system.mmap(fd, nbytes)
     except OSError as error:
+        if error.errno == errno.ENODEV:
+            raise Unsupported(device, "open", f"{path} is nothing that can be mapped", error.errno) from error
         raise from_os(device, "open", error, f"mapping {nbytes} bytes of {path}") from error
     return guarded(device, np.frombuffer(mapping, dtype=np.uint8), grain)
 

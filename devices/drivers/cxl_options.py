@@ -12,6 +12,7 @@ from tierloop.devices.drivers.options import integer, refuse_unknown
 from tierloop.devices.errors import ConfigurationError
 
 _MOST = 1 << 62
+_LARGEST = {"node": HIGHEST_NODE, "serial": (1 << 64) - 1}
 _RATES = ("read_latency_ns", "write_latency_ns", "read_bytes_per_s", "write_bytes_per_s")
 
 
@@ -54,8 +55,8 @@ class Options:
         for key in ("node", "serial", "capacity", *_RATES):
             if key in options:
                 integer(device, options, key, 0, PAGE if key == "capacity" else 0)
-                if options[key] > (HIGHEST_NODE if key == "node" else _MOST * 4 if key == "serial" else _MOST):
-                    raise ConfigurationError(f"{device}: {key} = {options[key]}; it is too large")
+                if options[key] > (most := _LARGEST.get(key, _MOST)):
+                    raise ConfigurationError(f"{device}: {key} = {options[key]}; it is too large: at most {most}")
         if options.get("capacity", 0) % PAGE:
             raise ConfigurationError(f"{device}: capacity = {options['capacity']}; allowed: a multiple of {PAGE}")
         made = cls(**options)

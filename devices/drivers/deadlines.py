@@ -23,14 +23,17 @@ class NoThread(Exception):
     """No further thread may be started. Python says only that it could not."""
 
     def __init__(self) -> None:
-        super().__init__("no further thread can be started: `ulimit -u`, pids.max of the cgroup or memory forbid it")
+        super().__init__(
+            "no further thread can be started: `ulimit -u`, pids.max of the cgroup, or memory for its stack "
+            "(`ulimit -v`) forbid it"
+        )
 
 
 def begin(thread: threading.Thread) -> None:
     """Start a thread. Raises NoThread."""
     try:
         thread.start()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         raise NoThread from error
 
 

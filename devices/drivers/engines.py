@@ -26,9 +26,10 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
+from tierloop.devices.drivers.failures import threadless
 from tierloop.devices.drivers.kernel_texts import text_in
 from tierloop.devices.drivers.pieces import Pieces
-from tierloop.devices.errors import DeviceError, Gone, OutOfMemory, ProtocolError
+from tierloop.devices.errors import DeviceError, Gone, ProtocolError
 from tierloop.devices.regions import Region
 from tierloop.devices.system import System, from_os
 
@@ -211,11 +212,6 @@ def back_off(target: Target, tries: int) -> None:
     pause = _BACKOFF_S[min(tries, len(_BACKOFF_S)) - 1]
     if pause:
         target.stop.wait(pause)
-
-
-def threadless(device: str, op: str, error: NoThread) -> DeviceError:
-    """The error for work that needs a thread where none may be started."""
-    return OutOfMemory(device, op, str(error), errno.EAGAIN)
 
 
 def left_behind(target: Target, counts: Counts, op: str, call: Callable[[], None]) -> None:

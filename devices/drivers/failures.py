@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+
+from tierloop.devices.drivers.deadlines import NoThread, begin
 from tierloop.devices.errors import DeviceError, OutOfMemory, OutOfRange, ProtocolError
 from tierloop.devices.system import from_os
 
@@ -24,3 +28,16 @@ def as_device_error(device: str, op: str, error: BaseException) -> DeviceError:
     result = kind(device, op, f"it failed while it ran: {type(error).__name__}: {error}")
     result.__cause__ = error
     return result
+
+
+def threadless(device: str, op: str, error: NoThread) -> DeviceError:
+    """The error for work that needs a thread where none may be started."""
+    return OutOfMemory(device, op, str(error), errno.EAGAIN)
+
+
+def start_thread(device: str, op: str, thread: threading.Thread) -> None:
+    """Start a thread. Raises OutOfMemory where the process may have no more of them, or no memory for a stack."""
+    try:
+        begin(thread)
+    except NoThread as error:
+        raise threadless(device, op, error) from error

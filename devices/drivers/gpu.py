@@ -31,6 +31,7 @@ torch is imported when a GPU is opened, and not before.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +146,7 @@ class GpuDevice:
         self._zeroing = accelerator.stream()
         self._beside = accelerator.stream()
         self._info = describe(name, options, accelerator, self._extents.capacity, reached, slot or Slot(), self._fused)
-        self._arena = Arena(name, self._info.memories[0], _ALIGNMENT)
+        self._arena = Arena(name, self._info.memories[0], _ALIGNMENT, os.getpid())
         self._queues = QueueSet(name, num, DEPTH, site, self._lines.start)
         self._lines.attach(self._queues)
         gpus[name] = self
@@ -300,6 +301,7 @@ class GpuDevice:
     def _alive(self, op: str) -> None:
         if self._closing:
             raise Gone(self._name, op, "the device is closed")
+        self._arena.alive(op)
         if self._lines.gone:
             raise Gone(self._name, op, self._lines.gone)
 

@@ -9,13 +9,15 @@ that touched it runs on. What it computed is worth nothing, and `check` says so.
 - Every worker calls `check` when it has carried a command out. It raises MediaError for a command that names a lost
   byte, also long after the loss. Where nothing was ever lost, it costs one look at one number.
 - A grain is marked before it is replaced, so nobody sees zeros without a mark. Several threads may fault at once.
-- Lost grains in more than MOST_PIECES places would use up the mappings that a process may have: from then on, the whole
-  mapping in which one more is touched counts as lost.
+- Lost grains in more than MOST_PIECES places would use up the mappings that a process may have: from then on, and where
+  a process has none left anyway, the whole mapping in which one more is touched counts as lost.
 - A lost grain stays lost until its mapping is gone: drivers never allocate it again (`lost` says where they are).
 - `grain` is what the kernel can replace: a page, or the alignment of a devdax, whose mappings cannot be cut finer.
 - A SIGBUS that is not ours goes to whoever had the signal before: faulthandler, or the default that ends the process.
   It is installed once, over what was there; who takes the signal away later finds it taken back at the next `guarded`.
 - The answer is machine code (guard_signal.py) that needs no interpreter, no lock and no allocation.
+- Threads that touch guarded memory let the signal in: where it is blocked, Linux ends the process whoever answers. The
+  thread that calls `guarded` does so there, every worker of a driver as it begins, and whoever zeroes (`let_in`).
 
 A system call that is handed a lost page (read, write, io_uring) gets EFAULT or EIO from the kernel, and no signal.
 Linux with 64 bits only: where siginfo keeps its address.
@@ -46,9 +48,9 @@ MOST_PIECES = 1 << 14
 START, END, SHIFT, MARKS, PIECES = range(5)
 """A row of the table: the first address, the one after the last, log2 of the grain, the address of a byte per grain, in
 how many places grains were lost."""
-FAULTED, PREVIOUS, WITH_INFO, PASSED, DEFAULT = range(5)
-"""Cells of the state: something was lost; the signal's previous owner and whether he takes three arguments; how many
-signals he was given; the address of the action that ends the process."""
+FAULTED, PREVIOUS, WITH_INFO, PENDING, DEFAULT = range(5)
+"""Cells of the state: something was lost; the signal's previous owner and whether he takes three arguments; where the
+signals that wait are written; the address of the action that ends the process."""
 SIG_DFL, SIG_IGN = 0, 1
 
 _table = np.zeros((RANGES, 5), dtype=np.int64)
@@ -175,10 +177,16 @@ def _first_lost(view: NDArray[np.uint8], spans: NDArray[np.int64]) -> int | None
     return int(first[hit].min()) if hit.any() else None
 
 
+def let_in() -> None:
+    """Let this thread have SIGBUS, also if whoever started it blocks all signals."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGBUS})
+
+
 def _install(device: str) -> None:
     """Take SIGBUS, unless it is ours already."""
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         raise Unsupported(device, "open", "lost pages can be guarded on 64-bit Linux only")
+    let_in()
     with _lock:
         _prepare()
         libc, code = _kept[0], _kept[1]
@@ -198,6 +206,7 @@ def _prepare() -> None:
     if not _kept:
         from tierloop.devices.drivers.guard_signal import compiled  # kernels are compiled on import
 
-        ending = _ffi.new("struct sigaction *")
+        ending, waiting = _ffi.new("struct sigaction *"), _ffi.new("uint64_t[16]")
         _state[DEFAULT] = int(_ffi.cast("uintptr_t", ending))
-        _kept.extend((_ffi.dlopen(None), compiled(_table, _state), ending))
+        _state[PENDING] = int(_ffi.cast("uintptr_t", waiting))
+        _kept.extend((_ffi.dlopen(None), compiled(_table, _state), ending, waiting))

@@ -1,12 +1,14 @@
 """What answers SIGBUS for guard.py: machine code that runs inside the signal, in whichever thread has faulted.
 
-It calls mmap, sigaction and raise of the C library and nothing else; it takes no lock, allocates nothing and needs no
-interpreter. errno is left as it was. The address is that of siginfo on 64-bit Linux. A grain is marked before it is
-replaced, so that nobody sees zeros without a mark. A grain that is replaced divides a mapping, unless one beside it was
-replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, all of the next grain's range is replaced.
+It calls mmap, sigaction, sigpending and raise of the C library and nothing else; it takes no lock, allocates nothing
+and needs no interpreter. errno is left as it was. The address is that of siginfo on 64-bit Linux. A grain is marked
+before it is replaced, so that nobody sees zeros without a mark. A grain that is replaced divides a mapping, unless one
+beside it was replaced, and a process may have 65,530 mappings: after MOST_PIECES of them, and where somebody else has
+used them up, all of the next grain's range is replaced, which divides nothing.
 
 A signal that is not ours is passed on to its previous owner. faulthandler reports, gives the signal back to whoever had
-it before, and raises it again: if that is this code, the process ends here.
+it before, and raises it again. That may be this code, which holds the signal back while it runs: if the signal waits
+once the owner has returned, the process ends. An owner that only takes note (Python's) gets it as often as it comes.
 """
 
 from __future__ import annotations
@@ -20,18 +22,21 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from tierloop.devices.drivers.guard import DEFAULT, FAULTED, MOST_PIECES, PASSED, PREVIOUS, SIG_DFL, SIG_IGN, WITH_INFO
+from tierloop.devices.drivers.guard import DEFAULT, FAULTED, MOST_PIECES, PENDING, PREVIOUS, SIG_DFL, SIG_IGN, WITH_INFO
 from tierloop.devices.kernels.compiled import INT64, inline, load, load_int, pointer, store_int
 
 _BUS_ADRERR, _BUS_MCEERR_AR, _BUS_MCEERR_AO = 2, 4, 5
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10 | 0x4000  # MAP_FIXED | MAP_NORESERVE
+_FLAGS_BEYOND_LIMITS = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x10 | 0x4000
+"""Shared memory does not count against RLIMIT_DATA."""
 _int: Any = types.int32
 _long: Any = types.int64
 _libc_errno: Any = types.ExternalFunction("__errno_location", _long())
 _libc_mmap: Any = types.ExternalFunction("mmap", _long(_long, _long, _int, _int, _int, _long))
 _libc_sigaction: Any = types.ExternalFunction("sigaction", _int(_int, _long, _long))
 _libc_raise: Any = types.ExternalFunction("raise", _int(_int))
+_libc_sigpending: Any = types.ExternalFunction("sigpending", _int(_long))
 
 
 @inline(types.int32, INT64)
@@ -93,6 +98,12 @@ def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
         return before or (grain + 1 < num and _marked(marks + grain + 1) != 0)
 
     @numba.njit(error_model="numpy")
+    def replaced(low: int, nbytes: int) -> bool:
+        if _libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low:
+            return True
+        return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS_BEYOND_LIMITS, -1, 0) == low)
+
+    @numba.njit(error_model="numpy")
     def ours(address: int) -> bool:
         for row in range(rows):
             at = table + row * row_nbytes
@@ -105,31 +116,36 @@ def compiled(the_table: NDArray[np.int64], the_state: NDArray[np.int64]) -> Any:
                 low, nbytes = start + (grain << shift), 1 << shift
                 if not beside_another(load_int(at + 24), grain, (load_int(at + 8) - start) >> shift):
                     store_int(at + 32, load_int(at + 32) + 1)
-                if pieces() > most_pieces:
-                    low, nbytes = start, load_int(at + 8) - start
-                    for each in range(nbytes >> shift):
-                        _mark(load_int(at + 24) + each)
-                    store_int(at + 32, 1)
-                return bool(_libc_mmap(low, nbytes, _PROTECTION, _FLAGS, -1, 0) == low)
+                if pieces() <= most_pieces and replaced(low, nbytes):
+                    return True
+                low, nbytes = start, load_int(at + 8) - start
+                for each in range(nbytes >> shift):
+                    _mark(load_int(at + 24) + each)
+                store_int(at + 32, 1)
+                return replaced(low, nbytes)
         return False
+
+    @numba.njit(error_model="numpy")
+    def waits(number: int) -> bool:
+        return bool(load_int(load_int(state + 8 * PENDING)) >> (number - 1) & 1)
 
     @numba.njit(error_model="numpy")
     def foreign(number: int, code: int, info: int, where: int) -> None:
         previous = load_int(state + 8 * PREVIOUS)
-        passed = load_int(state + 8 * PASSED)
         if previous == SIG_IGN and code <= sent:
             return
-        if previous in (SIG_DFL, SIG_IGN) or (code <= sent and passed > 0):
-            # After a handler that reports and raises the signal again, the process ends here.
+        if previous in (SIG_DFL, SIG_IGN):
             _libc_sigaction(number, load_int(state + 8 * DEFAULT), 0)
             if code <= sent:
                 _libc_raise(number)
             return
-        store_int(state + 8 * PASSED, passed + 1)
         if load_int(state + 8 * WITH_INFO) != 0:
             _call_with_info(previous, number, info, where)
         else:
             _call_plain(previous, number, info, where)
+        if _libc_sigpending(load_int(state + 8 * PENDING)) == 0 and waits(number):
+            # It was raised again, and would come here for ever: the process ends as soon as this returns.
+            _libc_sigaction(number, load_int(state + 8 * DEFAULT), 0)
 
     @numba.cfunc(types.void(types.int32, INT64, INT64), error_model="numpy")
     def answer(number: int, info: int, where: int) -> None:

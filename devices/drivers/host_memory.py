@@ -7,9 +7,12 @@ Pages of files that the kernel can drop at once (inactive_file) do not count as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from tierloop.devices.drivers.kernel_texts import number_of, text_in
+from tierloop.devices.drivers.numa_topology import free_nbytes, shown
+from tierloop.devices.errors import OutOfMemory
 from tierloop.devices.system import HOST, System
 
 _FILES = {2: ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -18,6 +21,24 @@ _FILES = {2: ("/sys/fs/cgroup", "memory.max", "memory.current"),
 
 def available_nbytes(system: System = HOST) -> int:
     """Bytes that may be allocated now; 0 if nothing can be learned."""
+    return min(_limits(system), default=0)
+
+
+def require_room(system: System, device: str, nbytes: int, nodes: Sequence[int] = ()) -> None:
+    """Raises OutOfMemory for what cannot all be touched, on these nodes if any are named; unknown is no reason.
+
+    To be asked before pages are touched: a kernel that finds no room while they are may end the process.
+    """
+    left = [(limit, "in what the machine and this process's control groups allow") for limit in _limits(system)]
+    if nodes:
+        left.append((sum(free_nbytes(system, node) for node in nodes), f"on nodes {shown(nodes)}"))
+    least, where = min(left, default=(nbytes, ""))
+    if nbytes > least:
+        raise OutOfMemory(device, "alloc", f"{nbytes} bytes; {least} are free {where}")
+
+
+def _limits(system: System) -> list[int]:
+    """What may be allocated by each that sets a limit: the machine, and control groups."""
     found = [_of_machine(system)]
     for line in text_in(system, "/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -27,7 +48,7 @@ def available_nbytes(system: System = HOST) -> int:
             found += [
                 _of_group(system, version, str(group)) for group in (PurePosixPath(path), *PurePosixPath(path).parents)
             ]
-    return min((nbytes for nbytes in found if nbytes is not None), default=0)
+    return [nbytes for nbytes in found if nbytes is not None]
 
 
 def _of_machine(system: System) -> int | None:

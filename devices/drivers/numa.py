@@ -124,13 +124,14 @@ def check_policy(device: str, mode: str, nodes: Sequence[int], weights: Sequence
 
 
 def runs(nbytes: int, nodes: Sequence[int], weights: Sequence[int], page: int = PAGE) -> list[tuple[int, int, int]]:
-    """A range cut into runs (offset, length, node) by weights: at most about `MOST_RUNS`, whole pages each.
+    """A range cut into runs (offset, length, node) by weights: whole pages each.
 
-    With two nodes and the weights 3 and 1, three grains lie on the first, one on the second, and so on.
+    There are at most `MOST_RUNS`, or one for each node. With two nodes and the weights 3 and 1, three grains lie on the
+    first, one on the second, and so on.
     """
     period = sum(weights)
     grain = max(page, HUGE_NBYTES if nbytes >= HUGE_NBYTES * period else PAGE)
-    while -(-nbytes // (grain * period)) * len(nodes) > MOST_RUNS:
+    while (turns := -(-nbytes // (grain * period))) > 1 and turns * len(nodes) > MOST_RUNS:
         grain *= 2
     cut, offset = [], 0
     while offset < nbytes:

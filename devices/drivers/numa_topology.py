@@ -139,8 +139,8 @@ def numa_topology(system: System) -> NumaTopology:
         for n in ids
     }
     everywhere = frozenset[int]().union(*(node.cpus for node in nodes.values()))
-    allowed_cpus = _allowed(system, "Cpus_allowed_list", "cpuset.cpus.effective")
-    allowed_nodes = _allowed(system, "Mems_allowed_list", "cpuset.mems.effective")
+    allowed_cpus = _allowed(system, "Cpus_allowed_list", "cpus")
+    allowed_nodes = _allowed(system, "Mems_allowed_list", "mems")
     return NumaTopology(nodes, everywhere if allowed_cpus is None else allowed_cpus,
                         frozenset(nodes) if allowed_nodes is None else allowed_nodes)  # fmt: skip
 
@@ -173,7 +173,7 @@ def shown(numbers: Iterable[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
-def _allowed(system: System, key: str, effective: str) -> frozenset[int] | None:
+def _allowed(system: System, key: str, what: str) -> frozenset[int] | None:
     """What the kernel lets this thread use, by its status and its control group; None where neither says."""
     found: frozenset[int] | None = None
     for path in ("/proc/thread-self/status", "/proc/self/status"):
@@ -184,9 +184,11 @@ def _allowed(system: System, key: str, effective: str) -> frozenset[int] | None:
     for line in text_in(system, "/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        if controllers in ("", "cpuset"):
-            root = "/sys/fs/cgroup" + ("/cpuset" if controllers else "")
-            here = _numbers(system, str(PurePosixPath(root + group) / effective))
+        if not controllers or "cpuset" in controllers.split(","):
+            root, file = ("/sys/fs/cgroup", f"cpuset.{what}.effective")
+            if controllers:  # version 1 has a folder for each controller, and names of its own
+                root, file = (f"{root}/cpuset", f"cpuset.effective_{what}")
+            here = _numbers(system, str(PurePosixPath(root + group) / file))
             if here:
                 found = here if found is None else found & here
     return found

@@ -125,7 +125,6 @@ class NvmeDevice:
         self._outcomes: deque[Outcome] = deque()
         self._gone = ""
         self._closing = False
-        self._process = os.getpid()
         self._useful_nbytes = 0
         self._placements = Placements.of(site)
         warnings, self._read_only = condition(medium.drive, medium.read_only)
@@ -147,7 +146,7 @@ class NvmeDevice:
             medium.why.append("register = true registers nothing: only io_uring on files and block devices does")
         self._why = medium.why + self._crew.why
         self._info = _describe(name, options, medium, self._crew, self._extents.capacity)
-        self._arena = Arena(name, self._info.memories[0], self._extents.grid)
+        self._arena = Arena(name, self._info.memories[0], self._extents.grid, os.getpid())
         self._queues = QueueSet(name, options.queues, _COMMANDS_PER_QUEUE, site, self._start)
 
     @property
@@ -279,7 +278,7 @@ class NvmeDevice:
         if self._closing:
             return
         self._closing = True
-        if self._forked:
+        if self._arena.forked:
             self._medium.close()
             return
         released = self._crew.leave()
@@ -302,16 +301,10 @@ class NvmeDevice:
         self._outcomes.append(outcome)
         self._clock.post(self.poll)
 
-    @property
-    def _forked(self) -> bool:
-        return os.getpid() != self._process
-
     def _alive(self, op: str) -> None:
         if self._closing:
             raise Gone(self._name, op, "the device is closed")
-        if self._forked:
-            detail = f"it belongs to process {self._process}, and its threads stayed there when it forked this one"
-            raise Gone(self._name, op, f"{detail}; open a device in the process that uses it")
+        self._arena.alive(op)
         if self._gone:
             raise Gone(self._name, op, self._gone)
 

@@ -24,6 +24,7 @@ from.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -147,7 +148,7 @@ class PnmDevice:
         self._limits = limits
         self._info = _describe(name, options, limits, model)
         self._extents = Extents(limits.capacity, limits.grid)
-        self._arena = Arena(name, self._info.memories[0], limits.grid)
+        self._arena = Arena(name, self._info.memories[0], limits.grid, os.getpid())
         self._places: dict[Region, int] = {}
         self._costs = Costs({})
         self._jobs: list[_Job] = []
@@ -254,6 +255,7 @@ class PnmDevice:
     def _alive(self, op: str) -> None:
         if self._closing:
             raise Gone(self._name, op, "the device is closed")
+        self._arena.alive(op)
         if self._session.broken is not None:
             raise Gone(self._name, op, self._session.broken.detail)
 

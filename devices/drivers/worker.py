@@ -24,9 +24,9 @@ from tierloop.devices.clocks import Clock
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write, verb
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers import guard
-from tierloop.devices.drivers.deadlines import NoThread, Stuck, begin
-from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room, threadless
-from tierloop.devices.drivers.failures import as_device_error
+from tierloop.devices.drivers.deadlines import Stuck
+from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, Target, room
+from tierloop.devices.drivers.failures import as_device_error, start_thread
 from tierloop.devices.drivers.page_cache import PageCache
 from tierloop.devices.drivers.pieces import (
     Pieces,
@@ -90,10 +90,7 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread and wait for its engine. Raises what making the engine raised, OutOfMemory (no thread)."""
-        try:
-            begin(self._thread)
-        except NoThread as error:
-            raise threadless(self._target.device, "open", error) from error
+        start_thread(self._target.device, "open", self._thread)
         failed = self._opened.get()
         if failed is not None:
             raise failed
@@ -107,6 +104,7 @@ class Worker:
         self._inbox.put(None)
 
     def _live(self) -> None:
+        guard.let_in()
         try:
             engine = self._make_engine()
         except BaseException as error:

@@ -175,4 +175,4 @@ def test_a_process_that_may_have_no_more_data_outlives_a_lost_page(ended: dict[s
 def test_lost_pages_are_passed_over_by_a_thread_that_blocks_all_signals(ended: dict[str, tuple[int, str]]) -> None:
     status, said = ended["a thread that allocates"]
     assert status == 0
-    assert said == f"cxl0: alloc: 8192 bytes; the largest free piece has 4096, {(1 << 20) - 4096} are lost"
+    assert said == f"cxl0: alloc: 8192 bytes; the largest piece that is free has 4096, {(1 << 20) - 4096} are lost"

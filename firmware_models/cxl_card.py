@@ -204,12 +204,13 @@ class CxlCard:
 
     def media_event(self, dpa: int, descriptor: int = 1, log: int = FAILURE) -> None:
         """Something happened to the medium."""
-        self.state.events.add(log, Event(GENERAL_MEDIA, self.state.timestamp, general_media_detail(dpa, descriptor)))
+        detail = general_media_detail(self.state.event_address(dpa), descriptor)
+        self.state.events.add(log, Event(GENERAL_MEDIA, self.state.timestamp, detail))
         self.changes += 1
 
     def dram_event(self, dpa: int, bank: int, row: int, column: int, log: int = FAILURE) -> None:
         """Something happened to a bank of the DRAM."""
-        detail = dram_detail(dpa, 0, bank, row, column)
+        detail = dram_detail(self.state.event_address(dpa), 0, bank, row, column)
         self.state.events.add(log, Event(DRAM, self.state.timestamp, detail))
         self.changes += 1
 

@@ -186,7 +186,7 @@ def _inject_poison(state: CxlState, payload: bytes) -> bytes:
         if injected >= state.part.poison_limit:
             raise Refused(Code.POISON_LIMIT)
         state.cells.poison(dpa, INJECTED)
-        created = general_media(dpa, descriptor=0, transaction=_INJECTION)
+        created = general_media(state.event_address(dpa), descriptor=0, transaction=_INJECTION)
         state.events.add(INFORMATIONAL, Event(GENERAL_MEDIA, state.timestamp, created))
     return b""
 

@@ -15,7 +15,7 @@ from tierloop.firmware_models.cxl_cells import CxlCells
 from tierloop.firmware_models.cxl_codes import Code, Op, Refused
 from tierloop.firmware_models.cxl_decoders import CxlDecoders
 from tierloop.firmware_models.cxl_events import EventLogs
-from tierloop.firmware_models.cxl_part import CxlPart
+from tierloop.firmware_models.cxl_part import LINE, CxlPart
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,10 @@ class CxlState:
     def partitions(self) -> tuple[int, int]:
         """Bytes that are (volatile, persistent) now; the volatile ones come first."""
         return self.volatile_nbytes, self.part.capacity - self.volatile_nbytes
+
+    def event_address(self, dpa: int) -> int:
+        """A device address as event records give it: of its line, with bit 0 set if the byte is volatile."""
+        return dpa // LINE * LINE | (dpa < self.volatile_nbytes)
 
     @property
     def dynamic(self) -> list[tuple[int, int]]:

@@ -100,18 +100,25 @@ def test_an_event_says_what_where_and_when() -> None:
     answer = told(device, EVENTS, bytes([FAILURE]))
     assert uuid.UUID(bytes=answer[32:48]) == uuid.UUID("fbcd0a77-c260-417f-85a9-088b1621eba6")
     assert (answer[48], struct.unpack_from("<Q", answer, 32 + 24)[0]) == (128, 5_000)
-    assert struct.unpack_from("<QB", answer, 32 + 48) == (4096, 1)
+    assert struct.unpack_from("<QB", answer, 32 + 48) == (4096 | 1, 1)  # bit 0: volatile
     dram = told(device, EVENTS, bytes([FATAL]))[32 + 48 :]
     assert (dram[19], int.from_bytes(dram[20:23], "little"), int.from_bytes(dram[23:25], "little")) == (3, 70_000, 9)
     module = told(device, EVENTS, bytes([INFORMATIONAL]))[32 + 48 :]
     assert module[:19] == b"\3" + told(device, HEALTH)
 
 
+def test_an_event_of_persistent_bytes_is_not_called_volatile() -> None:
+    device = card()
+    device.media_event(device.state.volatile_nbytes + 70)
+    address = struct.unpack_from("<Q", told(device, EVENTS, bytes([FAILURE])), 80)[0]
+    assert address == device.state.volatile_nbytes + 64
+
+
 def test_a_load_of_poison_is_an_event() -> None:
     device = decoding()
     device.poison(640)
     device.load(GRAIN + 640)
-    assert struct.unpack_from("<Q", told(device, EVENTS, bytes([FAILURE])), 80)[0] == 640
+    assert struct.unpack_from("<Q", told(device, EVENTS, bytes([FAILURE])), 80)[0] == 640 | 1
 
 
 def test_events_are_cleared_in_order_and_only_when_they_were_read() -> None:

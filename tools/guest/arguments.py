@@ -16,6 +16,7 @@ What the tests rely on, and why it is so:
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ def _shares(files: Files) -> Iterator[str]:
 def _network(files: Files, wire: Wire | None) -> Iterator[str]:
     for side in ("host", "guest"):
         yield from ("-qmp", f"unix:{_escaped(files.sockets / side)},server=on,wait=off")
-    relay = _escaped(f"{sys.executable} {RELAY} {files.sockets / 'guest'}")
+    relay = _escaped(shlex.join([sys.executable, str(RELAY), str(files.sockets / "guest")]))
     yield from ("-netdev", f"user,id=net,restrict=on,guestfwd=tcp:{GUEST_QMP}-cmd:{relay}")
     yield from _device("virtio-net-pci", netdev="net", bus="pcie.0", romfile="", mac=PORT_MAC)
     if wire is not None:

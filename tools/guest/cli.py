@@ -22,6 +22,7 @@ from tierloop.tools.output import OutputError, prepare_folder
 if TYPE_CHECKING:
     from tierloop.tools.guest.arguments import Choices
     from tierloop.tools.guest.running import Outcome
+    from tierloop.tools.guest.testing import Verdict
 
 guest = typer.Typer(
     no_args_is_help=True, help="A real kernel with emulated NUMA, NVMe, CXL and RDMA, for real drivers."
@@ -116,27 +117,34 @@ def check(
 ) -> None:
     """Run the tests of real drivers in a guest.
 
-    Exit codes: 0 good, 1 a test failed, none ran or the guest broke down, 2 the input was wrong, 3 time ran out.
+    Exit codes: 0 good, 1 a test failed, none ran or the guest broke down, 2 the input was wrong, 3 the host had not the
+    time or the memory.
     """
     from tierloop.tools.guest import testing
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
+    from tierloop.tools.guest.running import TooLarge
 
     rig, described = places(), load(machine)
     layers = rig.needed()
     choices = _choices(accelerator, kernel_words, qemu_words, qemu)
     folder = _writable(results_folder or rig.root / "results")
     assert folder is not None
-    verdict = testing.run_tests(
-        rig,
-        described,
-        folder,
-        limit_s=limit_s,
-        choices=choices,
-        arguments=tuple(arguments or ()),
-        silent=as_json,
-    )
+    try:
+        verdict = testing.run_tests(
+            rig,
+            described,
+            folder,
+            limit_s=limit_s,
+            choices=choices,
+            arguments=tuple(arguments or ()),
+            silent=as_json,
+        )
+    except TooLarge as error:
+        say(f"guest: {error}")
+        raise typer.Exit(INVALID) from None
     _tell(verdict.outcome)
+    _tell_progress(verdict)
     if not verdict.good and verdict.peer:
         say("guest: what the second guest said last:")
         for line in verdict.peer:
@@ -146,7 +154,7 @@ def check(
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
     elif verdict.found is None and verdict.outcome.status is not None:
         say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
-    raise typer.Exit(0 if verdict.good else INVALID if verdict.outcome.late else FAILED)
+    raise typer.Exit(0 if verdict.good else INVALID if verdict.invalid else FAILED)
 
 
 @guest.command("capture")
@@ -245,6 +253,18 @@ def _tell(outcome: Outcome) -> None:
             say(f"  | {line}")
         above = " (the console's last lines stand above)" if outcome.last_lines else ""
         say(f"guest: {outcome.reason}{above}")
+
+
+def _tell_progress(verdict: Verdict) -> None:
+    """What tests had said where no JUnit file says it, on stderr."""
+    if verdict.found is not None:
+        return
+    so_far = verdict.progress.found
+    if verdict.progress.at:
+        say(f"guest: it was at {verdict.progress.at}")
+    say(f"guest: until then {so_far.passed} passed, {len(so_far.failed)} failed, {len(so_far.skipped)} skipped")
+    for test, reason in so_far.failed:
+        say(f"  failed: {test}: {reason}")
 
 
 def _writable(folder: Path | None) -> Path | None:

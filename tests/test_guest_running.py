@@ -245,11 +245,11 @@ def test_time_that_ran_out_while_all_was_well_is_an_invalid_run(command_line: Li
 @pytest.mark.usefixtures("nothing_to_compile")
 def test_a_host_without_the_memory_for_tests_is_an_invalid_run(command_line: Line, tmp_path: Path) -> None:
     huge = tmp_path / "huge.toml"
-    huge.write_text("[[node]]\nid = 0\nmib = 1048576\ncpus = 1\n")
+    huge.write_text("".join(f"[[node]]\nid = {at}\nmib = 1048576\ncpus = 1\n" for at in range(16)))
     words, environment, _ = command_line("exit 1", "test", machine=huge)
     code, said, complained = ended(words, environment)
     assert (code, said) == (3, "")
-    assert "guest machine huge: takes up to 1049088 MiB of memory" in complained
+    assert "guest machine huge: takes up to 16777728 MiB of memory" in complained
 
 
 @pytest.mark.usefixtures("nothing_to_compile")
@@ -600,6 +600,18 @@ def test_the_back_door_loses_the_sectors_of_a_region(qemu: FakeQemu, qmp: Qmp) -
     door.unreadable(Region("nvme0", "nvme0", 0, 65536), 4096, 600)
     added = next(one["arguments"] for one in qemu.asked if one["execute"] == "blockdev-add")
     assert [rule["sector"] for rule in added["inject-error"]] == [2048 + 8, 2048 + 9]
+
+
+def test_flushes_are_those_of_the_drive(qemu: FakeQemu, qmp: Qmp) -> None:
+    told = [("/machine/peripheral/drive-TIER0002/virtio", 7), ("/machine/peripheral/drive-TIER0001", 3)]
+    qemu.answers["query-blockstats"] = [
+        {"return": [{"stats": {}}, *({"qdev": path, "stats": {"flush_operations": many}} for path, many in told)]}
+    ]
+    hardware = Hardware(qmp, load(DEFAULT))
+    assert [hardware.flushes(serial) for serial in ("TIER0001", "TIER0002")] == [3, 7]
+    qemu.answers["query-blockstats"] = [{"return": [{"stats": {}}]}]
+    with pytest.raises(NotPresent, match="TIER0001 is not plugged in"):
+        hardware.flushes("TIER0001")
 
 
 def test_a_drive_without_a_slot_cannot_be_pulled_out(qemu: FakeQemu, qmp: Qmp) -> None:

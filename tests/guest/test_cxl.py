@@ -212,7 +212,7 @@ class events:  # noqa: N801  # used like a function
         self._switch.write_text("0")
 
 
-def traced(name: str, word: str, wait_s: float = 10.0) -> list[str]:
+def traced(name: str, word: str, wait_s: float = 30.0) -> list[str]:
     """Lines of the trace with this event and word, as soon as there are some."""
     deadline = time.monotonic() + wait_s
     while True:

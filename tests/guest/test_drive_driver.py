@@ -124,6 +124,21 @@ def test_a_medium_error_names_the_device_and_the_rest_can_be_read(machine: Machi
         device.close()
 
 
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_flush_reaches_the_drive(machine: Machine, hardware: Hardware, way: str) -> None:
+    serial, site = fast(machine).serial, new_site()
+    device = open_on(site, way, serial)
+    region = device.alloc(4096)
+    written = device.submit(Write(region.all(), np.ones(4096, dtype=np.uint8)))
+    ended(site, written)
+    before = hardware.flushes(serial)
+    flushed = device.submit(Flush(region.all()))
+    ended(site, flushed)
+    flushed.result()
+    assert hardware.flushes(serial) > before
+    device.close()
+
+
 def test_what_was_flushed_is_there_when_a_drive_that_was_pulled_out_is_back(
     breaking: Drive, hardware: Hardware
 ) -> None:

@@ -6,8 +6,9 @@ console's last lines on stderr. All else ends as other commands do: 0 good, 1 a 
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -170,25 +171,28 @@ def capture(
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
 
-    rig, folder = places(), prepare_folder(out)
-    written = _writable(rig.root / "captures")
-    assert written is not None
-    outcome = running.run(
-        rig,
-        load(machine),
-        [sys.executable, "-m", "tierloop.tools.guest.capturing", str(written)],
-        limit_s=limit_s,
-        choices=Choices(),
-        folder=testing.TOP,
-        results=written,
-        environment={"PYTHONPATH": str(testing.TOP / "src")},
-    )
-    _tell(outcome)
-    if outcome.status != 0:
-        raise typer.Exit(1)
-    for name in NAMES:
-        shutil.copy(written / f"{name}.tree", folder)
-        say(f"guest: {folder / name}.tree")
+    folder = prepare_folder(out).resolve()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".capture-") as written:
+        outcome = running.run(
+            places(),
+            load(machine),
+            [sys.executable, "-m", "tierloop.tools.guest.capturing", written],
+            limit_s=limit_s,
+            choices=Choices(),
+            folder=testing.TOP,
+            results=Path(written),
+            environment={"PYTHONPATH": str(testing.TOP / "src")},
+        )
+        _tell(outcome)
+        if outcome.status != 0:
+            raise typer.Exit(1)
+        made = [name for name in NAMES if (Path(written) / f"{name}.tree").exists()]
+        for name in made:
+            os.replace(Path(written) / f"{name}.tree", folder / f"{name}.tree")
+            say(f"guest: {folder / name}.tree")
+    if set(NAMES) - set(made):
+        missing = ", ".join(name for name in NAMES if name not in made)
+        say(f"guest: no {missing}: no volatile CXL memory of this machine has a bridge for itself")
 
 
 @guest.command("shell")

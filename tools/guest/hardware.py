@@ -93,6 +93,14 @@ class Hardware:
         found = self._qmp.ask("qom-list", path="/machine/peripheral")
         return any(one["name"] == f"drive-{serial}" for one in found)
 
+    def flushes(self, serial: str) -> int:
+        """How many flushes have reached a drive that is plugged in, since it was. Raises NotPresent where it is not."""
+        name = f"drive-{self._drive(serial).serial}"
+        for one in self._qmp.ask("query-blockstats"):
+            if f"/{name}/" in f"{one.get('qdev', '')}/":
+                return int(one["stats"]["flush_operations"])
+        raise NotPresent("guest", "flushes", f"drive {serial} is not plugged in")
+
     def warn(self, serial: str, bits: int) -> None:
         """The critical warnings of a drive's SMART log, as bits."""
         if not 0 <= bits < 64:

@@ -145,6 +145,7 @@ class Apt:
         for updates in (f"{suite}-updates", f"{suite}-security"):
             with suppress(ConfigurationError):
                 read[updates] = source(updates)
+        self.suites = tuple(read)
         (places.apt / "sources.list").write_bytes(os.fsencode("".join(_line(one, name) for name, one in read.items())))
         (places.apt / "conf").write_bytes(os.fsencode(_configuration(places.apt)))
 

@@ -78,7 +78,7 @@ def _check_space(root: Path) -> None:
 def _made(places: Places, suite: str, say: Say) -> Layers:
     began = time.monotonic()
     apt = Apt(places, suite)
-    say(f"reading the indices of {suite} and {apt.newer}")
+    say(f"reading the indices of {', '.join(apt.suites)}")
     apt.update()
     kernel = apt.kernel()
     wanted = {

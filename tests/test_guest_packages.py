@@ -278,6 +278,19 @@ def test_too_little_space_is_said_before_anything_is_fetched(rig: Places, monkey
         setting_up.set_up(rig, print)
 
 
+def test_what_was_fetched_before_needs_no_space_again(rig: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.packages.mkdir(parents=True)
+    with (rig.packages / "a.deb").open("wb") as file:
+        file.truncate(100 << 20)
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1100 << 20))
+    monkeypatch.setattr(setting_up, "_made", lambda *_: LAYERS)
+    assert setting_up.set_up(rig, print) == LAYERS
+    (rig.packages / "a.deb").unlink()
+    with pytest.raises(ConfigurationError, match="1100 MiB free; the rig needs 1200 MiB"):
+        setting_up.set_up(rig, print)
+
+
 def test_a_rig_is_neither_removed_nor_replaced_while_a_guest_runs_from_it(rig: Places) -> None:
     run = rig.runs / "run-a"
     run.mkdir(parents=True)

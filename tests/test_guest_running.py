@@ -603,7 +603,7 @@ def test_the_back_door_loses_the_sectors_of_a_region(qemu: FakeQemu, qmp: Qmp) -
 
 
 def test_flushes_are_those_of_the_drive(qemu: FakeQemu, qmp: Qmp) -> None:
-    told = [("/machine/peripheral/drive-TIER0002/virtio", 7), ("/machine/peripheral/drive-TIER0001", 3)]
+    told = [("/machine/peripheral/drive-TIER0002/virtio", 7), ("drive-TIER0001", 3)]
     qemu.answers["query-blockstats"] = [
         {"return": [{"stats": {}}, *({"qdev": path, "stats": {"flush_operations": many}} for path, many in told)]}
     ]

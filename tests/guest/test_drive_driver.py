@@ -131,12 +131,14 @@ def test_a_flush_reaches_the_drive(machine: Machine, hardware: Hardware, way: st
     region = device.alloc(4096)
     written = device.submit(Write(region.all(), np.ones(4096, dtype=np.uint8)))
     ended(site, written)
-    before = hardware.flushes(serial)
-    flushed = device.submit(Flush(region.all()))
-    ended(site, flushed)
-    flushed.result()
-    assert hardware.flushes(serial) > before
-    device.close()
+    try:
+        before = hardware.flushes(serial)
+        flushed = device.submit(Flush(region.all()))
+        ended(site, flushed)
+        flushed.result()
+        assert hardware.flushes(serial) > before
+    finally:
+        device.close()
 
 
 def test_what_was_flushed_is_there_when_a_drive_that_was_pulled_out_is_back(

@@ -97,7 +97,7 @@ class Hardware:
         """How many flushes have reached a drive that is plugged in, since it was. Raises NotPresent where it is not."""
         name = f"drive-{self._drive(serial).serial}"
         for one in self._qmp.ask("query-blockstats"):
-            if f"/{name}/" in f"{one.get('qdev', '')}/":
+            if name in str(one.get("qdev", "")).split("/"):  # its id, or its path where it has none
                 return int(one["stats"]["flush_operations"])
         raise NotPresent("guest", "flushes", f"drive {serial} is not plugged in")
 

@@ -602,16 +602,13 @@ def test_the_back_door_loses_the_sectors_of_a_region(qemu: FakeQemu, qmp: Qmp) -
     assert [rule["sector"] for rule in added["inject-error"]] == [2048 + 8, 2048 + 9]
 
 
-def test_flushes_are_those_of_the_drive(qemu: FakeQemu, qmp: Qmp) -> None:
-    told = [("/machine/peripheral/drive-TIER0002/virtio", 7), ("drive-TIER0001", 3)]
-    qemu.answers["query-blockstats"] = [
-        {"return": [{"stats": {}}, *({"qdev": path, "stats": {"flush_operations": many}} for path, many in told)]}
-    ]
+def test_the_next_flush_of_a_drive_is_refused(qemu: FakeQemu, qmp: Qmp) -> None:
     hardware = Hardware(qmp, load(DEFAULT))
-    assert [hardware.flushes(serial) for serial in ("TIER0001", "TIER0002")] == [3, 7]
-    qemu.answers["query-blockstats"] = [{"return": [{"stats": {}}]}]
-    with pytest.raises(NotPresent, match="TIER0001 is not plugged in"):
-        hardware.flushes("TIER0001")
+    hardware.refuse_a_flush("TIER0001")
+    added = next(one["arguments"] for one in qemu.asked if one["execute"] == "blockdev-add")
+    assert [(rule["iotype"], rule["once"]) for rule in added["inject-error"]] == [("flush", True)]
+    hardware.lose("TIER0001", [])
+    assert qemu.last == ("blockdev-del", {"node-name": added["node-name"]})
 
 
 def test_a_drive_without_a_slot_cannot_be_pulled_out(qemu: FakeQemu, qmp: Qmp) -> None:

@@ -31,7 +31,7 @@ PORT_MAC, WIRE_MACS = "52:54:00:10:00:01", ("52:54:00:10:01:01", "52:54:00:10:01
 _BOUNCE_NBYTES = 64 << 20
 _WINDOW_MIB = 4096
 _HOTPLUG_MIB = 16384
-_READ_ERROR = 5
+_IO_ERROR = 5
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,15 @@ def limits(bytes_per_s: int, iops: int) -> dict[str, int]:
 def faulty_node(name: str, serial: str, sectors: Sequence[int]) -> dict[str, Any]:
     """A block node in which reads of these sectors of 512 B fail, for ever."""
     rules = [
-        {"event": "none", "iotype": "read", "errno": _READ_ERROR, "sector": sector, "once": False} for sector in sectors
+        {"event": "none", "iotype": "read", "errno": _IO_ERROR, "sector": sector, "once": False} for sector in sectors
     ]
     return {"driver": "blkdebug", "node-name": name, "image": f"limit-{serial}", "inject-error": rules}
+
+
+def refusing_node(name: str, serial: str) -> dict[str, Any]:
+    """A block node in which the next flush fails; not all, because QEMU itself flushes a node before it changes it."""
+    rule = {"event": "none", "iotype": "flush", "errno": _IO_ERROR, "once": True}
+    return {"driver": "blkdebug", "node-name": name, "image": f"limit-{serial}", "inject-error": [rule]}
 
 
 def _cxl(machine: Machine) -> Iterator[str]:

@@ -44,7 +44,7 @@ test: lint ## formatting, lint, types and all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 10
 
 .PHONY: guest-setup
-guest-setup: venv ## fetch and unpack what guests are made of (Debian packages, 150 MB; nothing is installed)
+guest-setup: venv ## fetch and unpack what guests are made of (Debian packages, 130 MB; nothing is installed)
 	$(BIN)/tierloop guest setup
 
 .PHONY: guest-test

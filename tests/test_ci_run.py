@@ -60,4 +60,4 @@ def test_a_failing_test_in_the_guest_fails_it(tmp_path: Path, status: int) -> No
 def test_a_guest_that_time_ran_out_for_is_told_loudly_and_fails_nothing(tmp_path: Path) -> None:
     ended, made, said = ran(tmp_path, guest_test=3)
     assert (ended, made[-1]) == (0, "guest-test")
-    assert f"{NOT_RUN} (make guest-test): time ran out" in said
+    assert f"{NOT_RUN} (make guest-test): this machine had not the time or the memory" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierloop.devices.errors import ConfigurationError
-from tierloop.tools.guest.arguments import Choices, Files, Wire, command_line
+from tierloop.tools.guest.arguments import RELAY, Choices, Files, Wire, command_line
 from tierloop.tools.guest.machine import DEFAULT, MACHINES, Machine, load, parse
 
 SMALL = """
@@ -217,3 +218,10 @@ def test_words_for_qemu_come_last_and_as_they_are() -> None:
     assert words[0] == "./qemu-system-x86_64"
     assert tuple(words[-2:]) == vfio
     assert after(words, "-append")[0].endswith(" a=b c")
+
+
+def test_a_guests_way_out_takes_folders_with_spaces() -> None:
+    """QEMU splits the command into words as a shell does."""
+    words = words_of(load(DEFAULT), files=Files(Path("/rig"), Path("/rig/a"), Path("/tmp/a b")))
+    [network] = [word for word in after(words, "-netdev") if word.startswith("user,")]
+    assert shlex.split(network.partition("cmd:")[2])[1:] == [str(RELAY), "/tmp/a b/guest"]

@@ -118,13 +118,32 @@ def programs(folder: Path, **texts: str) -> Path:
 @pytest.fixture
 def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Apt:
     """apt with a mirror that is made up, and nothing installed that could answer."""
-    monkeypatch.setattr(packages, "source", lambda suite: Source("https://mirror.test/debian", "/k"))
+    found = apt_folder(tmp_path, "sources.list", "deb [signed-by=/k] https://mirror.test/debian bookworm main\n")
+    monkeypatch.setattr(packages, "source", lambda suite: source(suite, found))
     return Apt(Places(tmp_path / "rig"), "bookworm")
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **texts: str) -> None:
     bins = programs(tmp_path / "bin", **texts)
     monkeypatch.setenv("PATH", f"{bins}:/usr/bin:/bin")
+
+
+def test_updates_are_read_from_where_this_machine_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        "deb https://mirror.test/debian bookworm main\n"
+        "deb [signed-by=/k] https://mirror.test/debian bookworm-updates main\n"
+        "deb [signed-by=/s] https://safe.test/debian-security bookworm-security main\n"
+    )
+    found = apt_folder(tmp_path, "sources.list", told)
+    monkeypatch.setattr(packages, "source", lambda suite: source(suite, found))
+    monkeypatch.setattr(packages, "_KEYS", Path("/nothing"))
+    Apt(Places(tmp_path / "rig"), "bookworm")
+    assert (tmp_path / "rig/apt/sources.list").read_text().splitlines() == [
+        "deb https://mirror.test/debian bookworm main",
+        "deb https://mirror.test/debian bookworm-backports main",
+        "deb [signed-by=/k] https://mirror.test/debian bookworm-updates main",
+        "deb [signed-by=/s] https://safe.test/debian-security bookworm-security main",
+    ]
 
 
 def test_only_a_release_and_its_backports_are_read(apt: Apt, tmp_path: Path) -> None:
@@ -135,6 +154,30 @@ def test_only_a_release_and_its_backports_are_read(apt: Apt, tmp_path: Path) -> 
     told = (tmp_path / "rig/apt/conf").read_text()
     assert 'Dir::Etc::sourceparts "/dev/null"' in told
     assert f'Dir::State::lists "{tmp_path}/rig/apt/lists"' in told
+
+
+def test_a_mirror_that_says_nothing_is_given_up_soon(apt: Apt, tmp_path: Path) -> None:
+    told = dict(line.rstrip(";").split(" ", 1) for line in (tmp_path / "rig/apt/conf").read_text().splitlines())
+    tries = 1 + int(told["Acquire::Retries"].strip('"'))
+    for scheme in ("http", "https"):
+        assert tries * int(told[f"Acquire::{scheme}::Timeout"].strip('"')) <= 60
+
+
+@pytest.mark.skipif(shutil.which("apt-config") is None, reason="this machine has no apt")
+def test_apt_takes_a_folder_with_spaces_in_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "source", lambda suite: Source("https://mirror.test/debian", "/k"))
+    rig = Places(tmp_path / "a rig")
+    made = Apt(rig, "bookworm")
+    assert f'Dir::State::lists "{rig.apt}/lists";' in made._run("apt-config", "dump")
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb"])
+def test_a_folder_that_apt_cannot_be_told_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(packages, "source", lambda suite: Source("https://mirror.test/debian", "/k"))
+    with pytest.raises(ConfigurationError, match="apt takes no folder with quotes or line ends"):
+        Apt(Places(tmp_path / name), "bookworm")
 
 
 def test_what_apt_complains_of_is_passed_on(apt: Apt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +193,13 @@ def test_packages_are_named_with_their_version_and_sum(
     answering(monkeypatch, tmp_path, apt_get=f'echo "{line}"')
     (package,) = apt.described([("qemu", "1:10+ds~bpo12+1")])
     assert package == Package("qemu", "1:10+ds~bpo12+1", "qemu_1%3a10+ds~bpo12+1_amd64.deb", 123, "ab" * 32)
+
+
+def test_a_source_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+    folder = apt_folder(tmp_path, "secret.list", "deb https://mirror.test/d bookworm main\n")
+    (folder / "sources.list.d/a.list").mkdir()
+    (folder / "sources.list.d/b.sources").symlink_to("nowhere")
+    assert source("bookworm", folder) == Source("https://mirror.test/d", "")
 
 
 def test_a_package_without_a_sum_is_refused(apt: Apt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +275,19 @@ def test_too_little_space_is_said_before_anything_is_fetched(rig: Places, monkey
     usage = type(shutil.disk_usage("/"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 10 << 20))
     with pytest.raises(ConfigurationError, match="10 MiB free"):
+        setting_up.set_up(rig, print)
+
+
+def test_what_was_fetched_before_needs_no_space_again(rig: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.packages.mkdir(parents=True)
+    with (rig.packages / "a.deb").open("wb") as file:
+        file.truncate(100 << 20)
+    usage = type(shutil.disk_usage("/"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1100 << 20))
+    monkeypatch.setattr(setting_up, "_made", lambda *_: LAYERS)
+    assert setting_up.set_up(rig, print) == LAYERS
+    (rig.packages / "a.deb").unlink()
+    with pytest.raises(ConfigurationError, match="1100 MiB free; the rig needs 1200 MiB"):
         setting_up.set_up(rig, print)
 
 

@@ -14,6 +14,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 from collections.abc import Callable, Iterator
@@ -38,12 +39,17 @@ RUN_FOLDER = 'for word; do case "$word" in *path=*/console) run=${word#*path=}; 
 Boot = Callable[..., running.Outcome]
 
 
+def write_layers(places: Places) -> None:
+    """A rig that says that it stands."""
+    places.layers.mkdir(parents=True)
+    write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+
+
 @pytest.fixture
 def boot(tmp_path: Path) -> Boot:
     """Run a command in a guest whose QEMU is a script; $run is the folder of the run."""
     places = Places(tmp_path / "rig")
-    places.layers.mkdir(parents=True)
-    write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+    write_layers(places)
     script = tmp_path / "qemu"
 
     def run(text: str, limit_s: float = 60, **more: Any) -> running.Outcome:
@@ -81,10 +87,16 @@ def test_what_qemu_complains_of_is_passed_on(boot: Boot) -> None:
     assert outcome.reason == "QEMU ended with 1: qemu: no such device model"
 
 
+def test_a_qemu_that_the_host_killed_is_the_hosts_fault_and_is_told_so(boot: Boot) -> None:
+    outcome = boot("kill -9 $$")
+    assert "killed (signal 9), as the kernel does where memory runs out" in outcome.reason
+    assert outcome.starved
+
+
 def test_a_guest_that_is_switched_off_has_no_status(boot: Boot) -> None:
     outcome = boot("exit 0")
     assert "switched off before the command ended" in outcome.reason
-    assert not outcome.late
+    assert not outcome.starved
 
 
 def test_a_full_results_folder_is_no_success(boot: Boot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +112,7 @@ def test_a_full_results_folder_is_no_success(boot: Boot, tmp_path: Path, monkeyp
 def test_a_command_that_never_ends_is_ended(boot: Boot) -> None:
     outcome = boot("echo $$ > $run/../../pid; touch $run/ready; exec sleep 1000", limit_s=0.5)
     assert outcome.reason == "still running after 0.5 s"
-    assert (outcome.status, outcome.late) == (None, True)
+    assert (outcome.status, outcome.starved) == (None, True)
 
 
 def test_a_guest_that_does_not_get_ready_hangs(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +134,15 @@ def test_no_qemu_outlives_an_interruption(boot: Boot, tmp_path: Path) -> None:
 def command_line(tmp_path: Path) -> Callable[..., tuple[list[str], dict[str, str], Places]]:
     """The words and environment of `tierloop guest …` on a small machine whose QEMU is a script."""
 
-    def made(text: str, verb: str, *more: str) -> tuple[list[str], dict[str, str], Places]:
+    def made(text: str, verb: str, *more: str, machine: Path | None = None) -> tuple[list[str], dict[str, str], Places]:
         places = Places(tmp_path / "rig")
-        places.layers.mkdir(parents=True)
-        write_note(places.layers, Layers(FORMAT, "bookworm", "6.12", "10", 1.0, ()))
+        write_layers(places)
         (tmp_path / "small.toml").write_text("[[node]]\nid = 0\nmib = 64\ncpus = 1\n")
         script = tmp_path / "qemu"
         script.write_text(f"#!/bin/bash\n{RUN_FOLDER}{text}\n")
         script.chmod(0o755)
         code = "import sys; from tierloop.tools.cli import main; sys.exit(main())"
-        options = ["--machine", str(tmp_path / "small.toml"), "--qemu", str(script)]
+        options = ["--machine", str(machine or tmp_path / "small.toml"), "--qemu", str(script)]
         environment = {**os.environ, "TIERLOOP_GUEST": str(places.root), "PYTHONPATH": os.pathsep.join(sys.path)}
         return [sys.executable, "-c", code, "guest", verb, *options, *more], environment, places
 
@@ -184,6 +195,106 @@ def test_a_shell_without_a_terminal_is_refused(command_line: Line) -> None:
     assert "guest shell needs a terminal" in done.stderr
 
 
+def ended(words: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """The exit code of a command line, and what it said."""
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+LINES = """for one in begins passed; do echo '{"test": "a.one", "outcome": "'$one'", "reason": ""}'; done > $run/report
+echo '{"test": "a.two", "outcome": "begins", "reason": ""}' >> $run/report
+echo '{"test": "a.two", "outcome": "failed", "reason": "assert 1 == 2"}' >> $run/report
+"""
+HANGS = """touch $run/ready
+echo '{"test": "a.three", "outcome": "begins", "reason": ""}' >> $run/report
+printf '{"test": "a.fo' >> $run/report
+exec sleep 1000"""
+QUICK = ("--limit-s", "1", "--json", "--", "tests/guest/test_cxl.py")
+
+
+@pytest.fixture
+def nothing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels compile at once: the environment of the command line has a Python that does nothing for it."""
+    folder = tmp_path / "quick"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import tierloop.tools.guest.testing as testing\ntesting.compile_ahead = lambda places: {}\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+
+
+@pytest.mark.usefixtures("nothing_to_compile")
+def test_time_that_ran_out_behind_a_test_that_failed_is_a_failure(command_line: Line) -> None:
+    words, environment, _ = command_line(LINES + HANGS, "test", *QUICK)
+    code, said, complained = ended(words, environment)
+    told = json.loads(said)
+    assert (code, told["passed"], told["failed"]) == (1, 1, 1)
+    assert told["failures"] == [{"test": "a.two", "reason": "assert 1 == 2"}]
+    assert "guest: it was at a.three" in complained
+    assert "failed: a.two: assert 1 == 2" in complained
+
+
+@pytest.mark.usefixtures("nothing_to_compile")
+def test_time_that_ran_out_while_all_was_well_is_an_invalid_run(command_line: Line) -> None:
+    words, environment, _ = command_line(HANGS, "test", *QUICK)
+    code, said, complained = ended(words, environment)
+    assert (code, json.loads(said)["reason"]) == (3, "still running after 1 s")
+    assert "guest: until then 0 passed, 0 failed, 0 skipped" in complained
+
+
+@pytest.mark.usefixtures("nothing_to_compile")
+def test_a_host_without_the_memory_for_tests_is_an_invalid_run(command_line: Line, tmp_path: Path) -> None:
+    huge = tmp_path / "huge.toml"
+    huge.write_text("".join(f"[[node]]\nid = {at}\nmib = 1048576\ncpus = 1\n" for at in range(16)))
+    words, environment, _ = command_line("exit 1", "test", machine=huge)
+    code, said, complained = ended(words, environment)
+    assert (code, said) == (3, "")
+    assert "guest machine huge: takes up to 16777728 MiB of memory" in complained
+
+
+@pytest.mark.usefixtures("nothing_to_compile")
+def test_a_junit_file_is_kept_whole_and_is_that_of_this_run(command_line: Line, tmp_path: Path) -> None:
+    (tmp_path / "junit").write_text(JUNIT)
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "junit.xml").write_text("of an earlier run")
+    text = f"touch $run/ready; cp {tmp_path}/junit $run/junit.xml; echo 1 > $run/status"
+    words, environment, _ = command_line(text, "test", "--results", str(results), "--", "tests/guest/test_cxl.py")
+    assert ended(words, environment)[0] == 1
+    assert [path.name for path in results.iterdir()] == ["junit.xml"]
+    assert (results / "junit.xml").read_text() == JUNIT
+
+
+@pytest.mark.usefixtures("nothing_to_compile")
+@pytest.mark.parametrize("word", ["--junitxml=/tmp/x", "--junit-xml=x"])
+def test_a_junit_file_of_ones_own_is_refused_with_the_place_of_ours(command_line: Line, word: str) -> None:
+    words, environment, places = command_line("exit 1", "test", "--", word)
+    code, _, complained = ended(words, environment)
+    assert code == 2
+    assert f"the JUnit file is {places.root}/results/junit.xml" in complained
+
+
+@pytest.mark.parametrize("language", ["C.UTF-8", "POSIX"])
+def test_words_of_any_bytes_reach_the_guest_as_they_are(command_line: Line, tmp_path: Path, language: str) -> None:
+    text = f"cp $run/command $run/settings {tmp_path}; touch $run/ready; echo 0 > $run/status"
+    words, environment, _ = command_line(
+        text, "run", "--", "echo", "gr\u00fc\u00df", b"\xff".decode(errors="surrogateescape")
+    )
+    spoken = {**environment, "LC_ALL": language, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    folder = tmp_path / "\u00fc"
+    folder.mkdir()
+    assert subprocess.run(words, cwd=folder, env=spoken, check=False).returncode == 0
+    assert (tmp_path / "command").read_bytes() == "echo 'gr\u00fc\u00df' '".encode() + b"\xff'\n"
+    assert os.fsencode(folder) in (tmp_path / "settings").read_bytes()
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_standard_stream_that_the_caller_closed_leads_nowhere(command_line: Line, closed: int) -> None:
+    words, environment, _ = command_line("touch $run/ready; echo a > $run/stdout; echo 7 > $run/status", "run", "true")
+    close = f"import os, sys; os.close({closed}); os.execv(sys.argv[1], sys.argv[1:])"
+    assert ended([sys.executable, "-c", close, *words], environment)[0] == 7
+
+
 def test_no_qemu_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
     """As far as the host has setpriv: the kernel then does it."""
     code = (
@@ -218,6 +329,44 @@ def test_what_is_left_of_a_killed_run_goes_with_the_next_one(boot: Boot, tmp_pat
     os.utime(left, (0, 0))
     boot("echo 0 > $run/status")
     assert not left.exists()
+
+
+def test_sockets_of_a_run_that_was_killed_go_and_those_of_one_that_runs_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, others = tmp_path / "tierloop-guest-dead", tmp_path / "kept"
+    for folder in (dead, others):
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    with running.socket_folder() as alive:
+        os.utime(alive, (0, 0))
+        with running.socket_folder() as another:
+            assert sorted(tmp_path.iterdir()) == sorted([alive, another, others])
+    assert list(tmp_path.iterdir()) == [others]
+
+
+def test_sockets_lie_where_their_paths_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("a" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with running.socket_folder() as folder, socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / "guest"))
+
+
+@pytest.mark.parametrize("hidden", ["/dev/shm", "/run", "/proc/self", "/sys"])
+def test_a_folder_that_a_guest_does_not_see_is_refused(tmp_path: Path, hidden: str) -> None:
+    write_layers(Places(tmp_path / "rig"))
+    with pytest.raises(ConfigurationError, match=f"{hidden} is not seen in a guest"):
+        running.run(
+            Places(tmp_path / "rig"), SMALL, ["true"], limit_s=1, choices=Choices(qemu="true"), folder=Path(hidden)
+        )
+
+
+def test_memory_that_a_control_group_keeps_back_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "available_nbytes", lambda: 512 << 20)
+    with pytest.raises(running.TooLarge, match="512 MiB are free"):
+        running.check(SMALL, Choices())
 
 
 def test_a_machine_that_is_too_large_for_this_host_is_refused(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,6 +600,15 @@ def test_the_back_door_loses_the_sectors_of_a_region(qemu: FakeQemu, qmp: Qmp) -
     door.unreadable(Region("nvme0", "nvme0", 0, 65536), 4096, 600)
     added = next(one["arguments"] for one in qemu.asked if one["execute"] == "blockdev-add")
     assert [rule["sector"] for rule in added["inject-error"]] == [2048 + 8, 2048 + 9]
+
+
+def test_the_next_flush_of_a_drive_is_refused(qemu: FakeQemu, qmp: Qmp) -> None:
+    hardware = Hardware(qmp, load(DEFAULT))
+    hardware.refuse_a_flush("TIER0001")
+    added = next(one["arguments"] for one in qemu.asked if one["execute"] == "blockdev-add")
+    assert [(rule["iotype"], rule["once"]) for rule in added["inject-error"]] == [("flush", True)]
+    hardware.lose("TIER0001", [])
+    assert qemu.last == ("blockdev-del", {"node-name": added["node-name"]})
 
 
 def test_a_drive_without_a_slot_cannot_be_pulled_out(qemu: FakeQemu, qmp: Qmp) -> None:

@@ -13,6 +13,7 @@ bug of tierloop and says so.
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -128,6 +129,7 @@ class Stopped(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code, after the reason was printed where it is not 0."""
+    _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no σ shows a question mark
     try:
@@ -144,6 +146,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return _fail(FAILED, "this is a bug in tierloop; please report it with the lines above")
     return GOOD
+
+
+def _open_streams() -> None:
+    """Let standard streams that the caller closed lead nowhere: Python has None for them, and a file that is opened
+    later would get their numbers."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as the process lives
 
 
 def exit_code(error: Exception) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tierloop.devices.drivers.cxl_topology import cxl_topology
@@ -16,12 +18,21 @@ def two_nodes(machine: Machine) -> list[int]:
     return [machine.nodes[0].id, machine.nodes[-1].id]
 
 
-def volatile_of(machine: Machine, count: int) -> tuple[Cxl, ...]:
-    """The volatile memories of a bridge that has so many; skips the test where there is none."""
+def lone(machine: Machine) -> tuple[Cxl, ...]:
+    """A volatile memory that has a bridge for itself; skips the test where there is none."""
+    return _bridge(machine, "with one volatile CXL memory", lambda count: count == 1)
+
+
+def interleavable(machine: Machine) -> tuple[Cxl, ...]:
+    """The volatile memories of a bridge that has several; skips the test where there is none."""
+    return _bridge(machine, "with several volatile CXL memories", lambda count: count > 1)
+
+
+def _bridge(machine: Machine, what: str, fits: Callable[[int], bool]) -> tuple[Cxl, ...]:
     for memories in machine.bridges.values():
-        if len(memories) == count and not memories[0].persistent:
+        if fits(len(memories)) and not memories[0].persistent:
             return memories
-    pytest.skip(f"this machine has no bridge with {count} volatile CXL memories")
+    pytest.skip(f"this machine has no bridge {what}")
 
 
 def dax_of(machine: Machine, memories: tuple[Cxl, ...]) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 POLL_S = 20.0
 REMOTE_ACCESS_ERROR = 10
+ANSWERS_IN = 18
+"""4.096 us times two to this power: a second for an answer, eight times; a guest on a busy host may stand still."""
 _MOST_GIDS = 16
 
 
@@ -63,7 +65,7 @@ class End:
         route = GlobalRoute(dgid=GID(other.gid), sgid_index=self._gid_index)
         attributes.ah_attr = AHAttr(port_num=1, is_global=1, gr=route)
         self.pair.to_rtr(attributes)
-        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = 14, 7, 7
+        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = ANSWERS_IN, 7, 7
         self.pair.to_rts(attributes)
 
     def memory(self, nbytes: int) -> Any:

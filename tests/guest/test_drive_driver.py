@@ -18,7 +18,7 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.conformance import faults
 from tierloop.devices.conformance.runner import Check, carry_out, carry_out_machine, checks_of
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
-from tierloop.devices.errors import Gone, MediaError
+from tierloop.devices.errors import DeviceError, Gone, MediaError
 from tierloop.devices.hazards import HazardChecker
 from tierloop.devices.site import Site
 from tierloop.tools.guest.hardware import DriveDoor, Hardware
@@ -122,6 +122,22 @@ def test_a_medium_error_names_the_device_and_the_rest_can_be_read(machine: Machi
             refused.result()
         beside.result()
         device.close()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("passthrough")])
+def test_a_flush_that_the_drive_refuses_is_no_success(breaking: Drive, hardware: Hardware, way: str) -> None:
+    """By passthrough: behind a block device the kernel tries again, and the next one is good."""
+    site = new_site()
+    device = open_on(site, way, breaking.serial, deadline_s=DEADLINE_S)
+    region = device.alloc(4096)
+    hardware.refuse_a_flush(breaking.serial)
+    written = device.submit(Write(region.all(), np.ones(4096, dtype=np.uint8)))
+    flushed = device.submit(Flush(region.all()), after=[written])
+    ended(site, written, flushed)
+    written.result()
+    with pytest.raises(DeviceError, match="nvme0"):
+        flushed.result()
+    device.close()
 
 
 def test_what_was_flushed_is_there_when_a_drive_that_was_pulled_out_is_back(

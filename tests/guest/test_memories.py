@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.guest.drives import APPEARS_S, generic_path, sound
-from tests.guest.memories import dax_of, two_nodes, volatile_of
+from tests.guest.memories import dax_of, interleavable, lone, two_nodes
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy
 from tierloop.devices.conformance.runner import Check, carry_out, carry_out_machine, checks_of
@@ -56,13 +56,13 @@ ON_CXL = [
 @pytest.fixture(scope="module")
 def devdax(machine: Machine) -> str:
     """A volatile memory as a devdax."""
-    return dax_of(machine, volatile_of(machine, 1))
+    return dax_of(machine, lone(machine))
 
 
 @pytest.fixture(scope="module")
 def cxl_node(machine: Machine) -> Iterator[int]:
-    """Two memories, interleaved, as a node."""
-    dax = dax_of(machine, volatile_of(machine, 2))
+    """Memories, interleaved, as a node."""
+    dax = dax_of(machine, interleavable(machine))
     yield cxl_regions.system_ram(dax)
     cxl_regions.devdax(dax)
 

@@ -84,6 +84,7 @@ def test_moved_pages_lie_on_the_other_node_and_keep_their_bytes(machine: Machine
             memory[:] = np.random.default_rng(source.id).integers(0, 256, memory.nbytes, dtype=np.uint8)
             before = memory.copy()
             assert set(numa.move(HOST, address, memory.nbytes, target.id)) == {target.id}
+            assert set(numa.nodes_of(HOST, address, memory.nbytes)) == {target.id}
             assert np.array_equal(memory, before)
 
 

@@ -16,6 +16,7 @@ What the tests rely on, and why it is so:
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ PORT_MAC, WIRE_MACS = "52:54:00:10:00:01", ("52:54:00:10:01:01", "52:54:00:10:01
 _BOUNCE_NBYTES = 64 << 20
 _WINDOW_MIB = 4096
 _HOTPLUG_MIB = 16384
-_READ_ERROR = 5
+_IO_ERROR = 5
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _shares(files: Files) -> Iterator[str]:
 def _network(files: Files, wire: Wire | None) -> Iterator[str]:
     for side in ("host", "guest"):
         yield from ("-qmp", f"unix:{_escaped(files.sockets / side)},server=on,wait=off")
-    relay = _escaped(f"{sys.executable} {RELAY} {files.sockets / 'guest'}")
+    relay = _escaped(shlex.join([sys.executable, str(RELAY), str(files.sockets / "guest")]))
     yield from ("-netdev", f"user,id=net,restrict=on,guestfwd=tcp:{GUEST_QMP}-cmd:{relay}")
     yield from _device("virtio-net-pci", netdev="net", bus="pcie.0", romfile="", mac=PORT_MAC)
     if wire is not None:
@@ -229,9 +230,15 @@ def limits(bytes_per_s: int, iops: int) -> dict[str, int]:
 def faulty_node(name: str, serial: str, sectors: Sequence[int]) -> dict[str, Any]:
     """A block node in which reads of these sectors of 512 B fail, for ever."""
     rules = [
-        {"event": "none", "iotype": "read", "errno": _READ_ERROR, "sector": sector, "once": False} for sector in sectors
+        {"event": "none", "iotype": "read", "errno": _IO_ERROR, "sector": sector, "once": False} for sector in sectors
     ]
     return {"driver": "blkdebug", "node-name": name, "image": f"limit-{serial}", "inject-error": rules}
+
+
+def refusing_node(name: str, serial: str) -> dict[str, Any]:
+    """A block node in which the next flush fails; not all, because QEMU itself flushes a node before it changes it."""
+    rule = {"event": "none", "iotype": "flush", "errno": _IO_ERROR, "once": True}
+    return {"driver": "blkdebug", "node-name": name, "image": f"limit-{serial}", "inject-error": [rule]}
 
 
 def _cxl(machine: Machine) -> Iterator[str]:

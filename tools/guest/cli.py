@@ -6,8 +6,9 @@ console's last lines on stderr. All else ends as other commands do: 0 good, 1 a 
 
 from __future__ import annotations
 
-import shutil
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from tierloop.tools.output import OutputError, prepare_folder
 if TYPE_CHECKING:
     from tierloop.tools.guest.arguments import Choices
     from tierloop.tools.guest.running import Outcome
+    from tierloop.tools.guest.testing import Verdict
 
 guest = typer.Typer(
     no_args_is_help=True, help="A real kernel with emulated NUMA, NVMe, CXL and RDMA, for real drivers."
@@ -116,27 +118,34 @@ def check(
 ) -> None:
     """Run the tests of real drivers in a guest.
 
-    Exit codes: 0 good, 1 a test failed, none ran or the guest broke down, 2 the input was wrong, 3 time ran out.
+    Exit codes: 0 good, 1 a test failed, none ran or the guest broke down, 2 the input was wrong, 3 the host had not the
+    time or the memory.
     """
     from tierloop.tools.guest import testing
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
+    from tierloop.tools.guest.running import TooLarge
 
     rig, described = places(), load(machine)
     layers = rig.needed()
     choices = _choices(accelerator, kernel_words, qemu_words, qemu)
     folder = _writable(results_folder or rig.root / "results")
     assert folder is not None
-    verdict = testing.run_tests(
-        rig,
-        described,
-        folder,
-        limit_s=limit_s,
-        choices=choices,
-        arguments=tuple(arguments or ()),
-        silent=as_json,
-    )
+    try:
+        verdict = testing.run_tests(
+            rig,
+            described,
+            folder,
+            limit_s=limit_s,
+            choices=choices,
+            arguments=tuple(arguments or ()),
+            silent=as_json,
+        )
+    except TooLarge as error:
+        say(f"guest: {error}")
+        raise typer.Exit(INVALID) from None
     _tell(verdict.outcome)
+    _tell_progress(verdict)
     if not verdict.good and verdict.peer:
         say("guest: what the second guest said last:")
         for line in verdict.peer:
@@ -146,7 +155,7 @@ def check(
             shown.json(testing.as_json(verdict, described, layers.kernel, layers.qemu, layers.setup_s))
     elif verdict.found is None and verdict.outcome.status is not None:
         say(f"guest: pytest left no results (exit status {verdict.outcome.status})")
-    raise typer.Exit(0 if verdict.good else INVALID if verdict.outcome.late else FAILED)
+    raise typer.Exit(0 if verdict.good else INVALID if verdict.invalid else FAILED)
 
 
 @guest.command("capture")
@@ -162,25 +171,28 @@ def capture(
     from tierloop.tools.guest.machine import load
     from tierloop.tools.guest.places import places
 
-    rig, folder = places(), prepare_folder(out)
-    written = _writable(rig.root / "captures")
-    assert written is not None
-    outcome = running.run(
-        rig,
-        load(machine),
-        [sys.executable, "-m", "tierloop.tools.guest.capturing", str(written)],
-        limit_s=limit_s,
-        choices=Choices(),
-        folder=testing.TOP,
-        results=written,
-        environment={"PYTHONPATH": str(testing.TOP / "src")},
-    )
-    _tell(outcome)
-    if outcome.status != 0:
-        raise typer.Exit(1)
-    for name in NAMES:
-        shutil.copy(written / f"{name}.tree", folder)
-        say(f"guest: {folder / name}.tree")
+    folder = prepare_folder(out).resolve()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".capture-") as written:
+        outcome = running.run(
+            places(),
+            load(machine),
+            [sys.executable, "-m", "tierloop.tools.guest.capturing", written],
+            limit_s=limit_s,
+            choices=Choices(),
+            folder=testing.TOP,
+            results=Path(written),
+            environment={"PYTHONPATH": str(testing.TOP / "src")},
+        )
+        _tell(outcome)
+        if outcome.status != 0:
+            raise typer.Exit(1)
+        made = [name for name in NAMES if (Path(written) / f"{name}.tree").exists()]
+        for name in made:
+            os.replace(Path(written) / f"{name}.tree", folder / f"{name}.tree")
+            say(f"guest: {folder / name}.tree")
+    if set(NAMES) - set(made):
+        missing = ", ".join(name for name in NAMES if name not in made)
+        say(f"guest: no {missing}: no volatile CXL memory of this machine has a bridge for itself")
 
 
 @guest.command("shell")
@@ -245,6 +257,18 @@ def _tell(outcome: Outcome) -> None:
             say(f"  | {line}")
         above = " (the console's last lines stand above)" if outcome.last_lines else ""
         say(f"guest: {outcome.reason}{above}")
+
+
+def _tell_progress(verdict: Verdict) -> None:
+    """What tests had said where no JUnit file says it, on stderr."""
+    if verdict.found is not None:
+        return
+    so_far = verdict.progress.found
+    if verdict.progress.at:
+        say(f"guest: it was at {verdict.progress.at}")
+    say(f"guest: until then {so_far.passed} passed, {len(so_far.failed)} failed, {len(so_far.skipped)} skipped")
+    for test, reason in so_far.failed:
+        say(f"  failed: {test}: {reason}")
 
 
 def _writable(folder: Path | None) -> Path | None:

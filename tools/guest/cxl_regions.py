@@ -17,8 +17,8 @@ from tierloop.devices.errors import NotPresent, ProtocolError, Timeout
 from tierloop.devices.system import HOST
 from tierloop.tools.guest.machine import Cxl
 
-_APPEARS_S = 20.0
-_TOOL_S = 60.0
+_APPEARS_S = 60.0
+_TOOL_S = 180.0
 
 
 def memdev_of(topology: Topology, memory: Cxl) -> str:

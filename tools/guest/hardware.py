@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from tierloop.devices.errors import ConfigurationError, NotPresent, Timeout, nearest
 from tierloop.devices.faulty_host import Ability
 from tierloop.devices.regions import Region
-from tierloop.tools.guest.arguments import drive_device, faulty_node, limits
+from tierloop.tools.guest.arguments import drive_device, faulty_node, limits, refusing_node
 from tierloop.tools.guest.machine import Cxl, Drive, Machine
 from tierloop.tools.guest.qmp import Qmp, QmpError
 
@@ -56,15 +58,9 @@ class Hardware:
             raise ConfigurationError(
                 f"{len(sectors)} lost sectors of {serial}; allowed: up to {_MOST_SECTORS} in [0, {drive.mib << 11})"
             )
-        self._made += 1
-        old, new = self._nodes.pop(serial, None), f"limit-{serial}"
-        if sectors:
-            new = self._nodes[serial] = f"fault-{serial}-{self._made}"
-            self._qmp.ask("blockdev-add", **faulty_node(new, serial, sorted(set(sectors))))
-        top = {"driver": "raw", "node-name": f"top-{serial}", "file": new}
-        self._qmp.ask("blockdev-reopen", options=[top])
-        if old is not None:
-            self._qmp.ask("blockdev-del", **{"node-name": old})
+        self._stand_in_the_way(
+            serial, partial(faulty_node, serial=serial, sectors=sorted(set(sectors))) if sectors else None
+        )
 
     def hang(self, serial: str) -> None:
         """The next command of a drive and those after it do not come back, until `restore`."""
@@ -92,6 +88,10 @@ class Hardware:
         """Whether the drive is there."""
         found = self._qmp.ask("qom-list", path="/machine/peripheral")
         return any(one["name"] == f"drive-{serial}" for one in found)
+
+    def refuse_a_flush(self, serial: str) -> None:
+        """The next flush of a drive fails, and all of its sectors can be read."""
+        self._stand_in_the_way(serial, lambda name: refusing_node(name, self._drive(serial).serial))
 
     def warn(self, serial: str, bits: int) -> None:
         """The critical warnings of a drive's SMART log, as bits."""
@@ -127,6 +127,18 @@ class Hardware:
         self._limits(drive, drive.mib_per_s << 20, drive.iops)
         self.lose(serial, drive.error_sectors)
         self.warn(serial, 0)
+
+    def _stand_in_the_way(self, serial: str, node_called: Callable[[str], dict[str, Any]] | None) -> None:
+        """Put a block node between a drive and its bytes, or none; the one that is there goes."""
+        self._made += 1
+        old, new = self._nodes.pop(serial, None), f"limit-{serial}"
+        if node_called is not None:
+            new = self._nodes[serial] = f"fault-{serial}-{self._made}"
+            self._qmp.ask("blockdev-add", **node_called(new))
+        top = {"driver": "raw", "node-name": f"top-{serial}", "file": new}
+        self._qmp.ask("blockdev-reopen", options=[top])
+        if old is not None:
+            self._qmp.ask("blockdev-del", **{"node-name": old})
 
     def _limits(self, drive: Drive, bytes_per_s: int, iops: int) -> None:
         path = f"/objects/limits-{drive.serial}"

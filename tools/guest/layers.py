@@ -11,7 +11,6 @@ system on top for what is written. Modules that every guest loads are unpacked h
 from __future__ import annotations
 
 import gzip
-import lzma
 import os
 import shutil
 import subprocess
@@ -104,6 +103,10 @@ def write_first(layers: Path, version: str) -> None:
 
 
 def _unpack_modules(kernel: Path) -> None:
+    try:
+        import lzma  # a Python that was built without it is not rare
+    except ImportError as error:
+        raise RigError(f"this Python cannot read xz, which kernel modules are packed with: {error}") from error
     for pattern in _LOADED:
         for top in kernel.glob(pattern):
             for path in [top] if top.is_file() else sorted(top.rglob("*.ko.xz")):

@@ -1,10 +1,12 @@
 """Packages for the rig: found, fetched and verified by apt, in a configuration of its own that needs no root.
 
-The mirror is the one that this machine's apt already uses for its release; only that release and its backports are
-read. apt verifies the signature of the Release file and through it the index, which names the SHA-256 of every package;
-what is fetched is compared with that once more before it is unpacked, so that a download that broke off, or a file that
-somebody changed since, is fetched again or refused. Packages that the host has installed are not fetched: the guest
-sees the host's own files.
+The mirror is the one that this machine's apt already uses for its release; only that release, its updates and its
+backports are read. Updates (of security, too) where this machine's apt has them: a library that came from there could
+not be told from one that is missing, and what needs it in just that version would fit nothing. apt verifies the
+signature of the Release file and through it the index, which names the SHA-256 of every package; what is fetched is
+compared with that once more before it is unpacked, so that a download that broke off, or a file that somebody changed
+since, is fetched again or refused. Packages that the host has installed are not fetched: the guest sees the host's own
+files.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -22,11 +25,13 @@ from urllib.parse import unquote
 from tierloop.devices.errors import ConfigurationError, DeviceError
 from tierloop.tools.guest.places import Places
 
-QEMU = ("qemu-system-x86",)
+QEMU = ("qemu-system-x86", "qemu-system-data", "seabios")
+"""The program first. The others are named because its firmware is looked for beside it, whatever the host has."""
 TOOLS = (
     "busybox-static",
     "daxctl",
     "ibverbs-providers",
+    "iproute2",
     "kmod",
     "libnuma1",
     "librdmacm1",
@@ -40,6 +45,8 @@ NEWER = {"bookworm": "bookworm-backports", "trixie": "trixie"}
 """By release: the suite whose QEMU knows volatile CXL memory (9 or later) and whose kernel drives it (6.12)."""
 _KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _APT_S = 900
+_SILENT_S = 10
+"""After so many seconds without a byte apt takes a mirror for dead, and tries again."""
 
 
 class RigError(DeviceError):
@@ -74,7 +81,11 @@ class Source:
 def release(os_release: Path = Path("/etc/os-release")) -> str:
     """The code name of this machine's Debian. Raises ConfigurationError for what the rig cannot be made from."""
     try:
-        lines = dict(line.split("=", 1) for line in os_release.read_text().splitlines() if "=" in line)
+        lines = dict(
+            line.split("=", 1)
+            for line in os_release.read_text(encoding="utf-8", errors="replace").splitlines()
+            if "=" in line
+        )
     except OSError:
         lines = {}
     told = {key: value.strip("\"'") for key, value in lines.items()}
@@ -84,7 +95,7 @@ def release(os_release: Path = Path("/etc/os-release")) -> str:
             f"the guest rig is made of Debian packages, and its guest runs the host's own programs; this is {name}; "
             f"allowed: Debian {', '.join(NEWER)} (a container of it will do)"
         )
-    for program in ("apt-get", "apt-cache", "dpkg-deb", "xz"):
+    for program in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(program) is None:
             raise ConfigurationError(f"the guest rig needs {program}, which is not on this machine's PATH")
     return code
@@ -94,8 +105,11 @@ def source(suite: str, folder: Path = Path("/etc/apt")) -> Source:
     """Where this machine's apt gets that suite from. Raises ConfigurationError."""
     files = [folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))]
     for file in files:
-        if file.suffix in (".sources", ".list") and file.is_file():
-            text = file.read_text(errors="replace")
+        if file.suffix in (".sources", ".list"):
+            try:
+                text = file.read_text(encoding="utf-8", errors="replace")
+            except OSError:  # one that is not there, or that this user may not read
+                continue
             for found, suites in _stanzas(text) if file.suffix == ".sources" else _lines(text):
                 if suite in suites:
                     return found
@@ -127,11 +141,13 @@ class Apt:
         self._folder = places.apt
         (places.apt / "lists" / "partial").mkdir(parents=True, exist_ok=True)
         mirror = source(suite)
-        keys = mirror.signed_by or (str(_KEYS) if _KEYS.exists() else "")
-        option = f"[signed-by={keys}] " if keys.startswith("/") else ""
-        suites = dict.fromkeys((suite, self.newer))
-        (places.apt / "sources.list").write_text("".join(f"deb {option}{mirror.uri} {one} main\n" for one in suites))
-        (places.apt / "conf").write_text(_configuration(places.apt))
+        read = {suite: mirror, self.newer: mirror}
+        for updates in (f"{suite}-updates", f"{suite}-security"):
+            with suppress(ConfigurationError):
+                read[updates] = source(updates)
+        self.suites = tuple(read)
+        (places.apt / "sources.list").write_bytes(os.fsencode("".join(_line(one, name) for name, one in read.items())))
+        (places.apt / "conf").write_bytes(os.fsencode(_configuration(places.apt)))
 
     def update(self) -> None:
         """Fetch the indices and verify who signed them. Raises RigError."""
@@ -200,9 +216,15 @@ def intact(path: Path, package: Package) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == package.sha256
 
 
+def _line(mirror: Source, suite: str) -> str:
+    keys = mirror.signed_by or (str(_KEYS) if _KEYS.exists() else "")
+    option = f"[signed-by={keys}] " if keys.startswith("/") else ""
+    return f"deb {option}{mirror.uri} {suite} main\n"
+
+
 def _configuration(folder: Path) -> str:
-    if re.search(r'["\s]', str(folder)):
-        raise ConfigurationError(f"apt takes no folder with spaces or quotes in its name: {folder}")
+    if re.search(r'["\n]', str(folder)):
+        raise ConfigurationError(f"apt takes no folder with quotes or line ends in its name: {folder}")
     lines = {
         "Dir::Etc::sourcelist": folder / "sources.list",
         "Dir::Etc::sourceparts": "/dev/null",
@@ -213,6 +235,8 @@ def _configuration(folder: Path) -> str:
         "Debug::NoLocking": "true",
         "Acquire::Languages": "none",
         "Acquire::Retries": "3",
+        "Acquire::http::Timeout": _SILENT_S,
+        "Acquire::https::Timeout": _SILENT_S,
         "APT::Sandbox::User": "",
     }
     return "".join(f'{key} "{value}";\n' for key, value in lines.items())

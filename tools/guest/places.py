@@ -4,7 +4,7 @@
     apt/        apt's own lists, private to the rig
     layers/     what guests are made of; appears whole, by a rename
     runs/       a folder for each guest that runs: its console, its drives, what comes out
-    captures/   what `capture` wrote
+    results/    what the tests of the last guest left, where no other folder is named
 
 `TIERLOOP_GUEST` names another folder, for those who share one rig among checkouts.
 """

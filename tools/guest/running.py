@@ -17,6 +17,8 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tierloop.devices.drivers.host_memory import available_nbytes
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools.guest.arguments import GUEST_QMP, PORT_MAC, Choices, Files, command_line
 from tierloop.tools.guest.console import Tail, last_lines, panic
@@ -35,20 +38,31 @@ from tierloop.tools.guest.packages import RigError
 from tierloop.tools.guest.places import Places, is_held
 
 NO_STATUS = 125
+INSIDE_RUN = Path("/run/tierloop")
+"""Where a guest has the folder of its run."""
+_HIDDEN = ("/dev", "/proc", "/run", "/sys")
+"""What a guest has of its own: files of the host below these are not seen there."""
 _POLL_S = 0.05
 _BOOT_S = 240
 _GRACE_S = 5
 _MARGIN_MIB = 512
 _BEGINS_S = 60
+_MOST_SOCKET_FOLDER = 70
+"""Bytes: the path of a socket has 107 at most, and QEMU takes no longer one."""
 _FULL_NBYTES = 1 << 16
 """Bytes that are free on a disk that is full: less than a few blocks."""
+
+
+class TooLarge(ConfigurationError):
+    """This host has not the memory that a machine may take."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended: the command's exit status, or None and why. Times are the host's, in seconds.
 
-    `late` says that time ran out and nothing else is known to be wrong: a busy host, or a command that does not end.
+    `starved` says that the host's time or memory ran out and nothing else is known to be wrong: a busy or small host,
+    or a command that does not end.
     """
 
     status: int | None
@@ -56,7 +70,7 @@ class Outcome:
     last_lines: tuple[str, ...]
     boot_s: float | None
     wall_s: float
-    late: bool = False
+    starved: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -101,6 +115,24 @@ def run(
 
 
 @contextmanager
+def socket_folder() -> Iterator[Path]:
+    """A folder for sockets: below the folder for temporary files where paths of sockets fit there, else below /tmp."""
+    wanted = tempfile.gettempdir()
+    fits = len(os.fsencode(wanted)) <= _MOST_SOCKET_FOLDER
+    with _owned(Path(wanted if fits else "/tmp"), "tierloop-guest-") as folder:
+        yield folder
+
+
+@contextmanager
+def _owned(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder that goes with this process; those of processes that were killed go now."""
+    _forget_the_dead(parent, prefix)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder, (Path(folder) / "owner").open("wb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        yield Path(folder)
+
+
+@contextmanager
 def started(
     places: Places,
     machine: Machine,
@@ -113,15 +145,13 @@ def started(
     """A guest that boots and runs the command; it is killed where it still runs at the end."""
     places.needed()
     check(machine, choices)
+    _check_seen(folder)
     places.runs.mkdir(parents=True, exist_ok=True)
-    _forget_the_dead(places)
     with (
-        tempfile.TemporaryDirectory(dir=places.runs, prefix="run-") as run_folder,
-        tempfile.TemporaryDirectory(prefix="tierloop-") as sockets,
-        (Path(run_folder) / "owner").open("wb") as owner,
+        _owned(places.runs, "run-") as run_folder,
+        socket_folder() as sockets,
     ):
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        files = Files(places.layers, Path(run_folder), Path(sockets), results)
+        files = Files(places.layers, run_folder, sockets, results)
         _prepare(files, machine, command, choices, folder, environment or {})
         process = _start(command_line(machine, files, choices), files, choices)
         try:
@@ -163,10 +193,10 @@ def watch(
 
 
 def check(machine: Machine, choices: Choices) -> None:
-    """Raises ConfigurationError for a host that cannot run this machine."""
+    """Raises ConfigurationError for a host that cannot run this machine; TooLarge where it has not the memory."""
     free = _memory_mib()
     if free < machine.mib + _MARGIN_MIB:
-        raise ConfigurationError(
+        raise TooLarge(
             f"guest machine {machine.name}: takes up to {machine.mib + _MARGIN_MIB} MiB of memory, {free} MiB "
             "are free; describe a smaller one (--machine FILE)"
         )
@@ -178,6 +208,12 @@ def check(machine: Machine, choices: Choices) -> None:
         reason = kvm_refused()
         if reason:
             raise ConfigurationError(f"accelerator kvm: {reason}; leave it out for tcg, which always works")
+
+
+def _check_seen(folder: Path) -> None:
+    hidden = next((one for one in _HIDDEN if folder.resolve().is_relative_to(one)), None)
+    if hidden is not None:
+        raise ConfigurationError(f"{folder} is not seen in a guest, which has a {hidden} of its own; go elsewhere")
 
 
 def kvm_refused(device: str = "/dev/kvm", cpuinfo: str = "/proc/cpuinfo") -> str:
@@ -223,15 +259,18 @@ def _outcome(guest: Guest, boot_s: float | None, wall_s: float) -> Outcome:
         pass
     said = last_lines(run_folder / "qemu", 5)
     paniced = panic(last_lines(run_folder / "console", 400))
+    killed = guest.process.returncode == -signal.SIGKILL
     if paniced:
         reason = f"kernel panic: {paniced}"
+    elif killed:
+        reason = "QEMU was killed (signal 9), as the kernel does where memory runs out"
     elif guest.process.returncode:
         reason = f"QEMU ended with {guest.process.returncode}: {' '.join(said) or 'it said nothing'}"
     elif _is_full(run_folder):
         reason = f"the disk of {run_folder} is full"
     else:
         reason = "the machine was switched off before the command ended"
-    return Outcome(None, reason, tuple(console), boot_s, round(wall_s, 1))
+    return Outcome(None, reason, tuple(console), boot_s, round(wall_s, 1), starved=killed and not paniced)
 
 
 def _stopped(guest: Guest, reason: str, boot_s: float | None, wall_s: float) -> Outcome:
@@ -239,21 +278,22 @@ def _stopped(guest: Guest, reason: str, boot_s: float | None, wall_s: float) -> 
     paniced = panic(last_lines(guest.files.run / "console", 400))
     told = f"{reason}; kernel panic: {paniced}" if paniced else reason
     console = tuple(last_lines(guest.files.run / "console"))
-    return Outcome(None, told, console, boot_s, round(wall_s, 1), late=not paniced)
+    return Outcome(None, told, console, boot_s, round(wall_s, 1), starved=not paniced)
 
 
 def _is_full(folder: Path) -> bool:
     return shutil.disk_usage(folder).free < _FULL_NBYTES
 
 
-def _forget_the_dead(places: Places) -> None:
-    """Remove what is left of runs whose process was killed; one that begins just now is spared."""
-    for left in places.runs.glob("run-*"):
+def _forget_the_dead(parent: Path, prefix: str) -> None:
+    """Remove what is left of runs whose process was killed; one that begins just now, or is another's, is spared."""
+    for left in parent.glob(f"{prefix}*"):
         try:
-            age_s = time.time() - left.stat().st_mtime
+            found = left.lstat()
         except FileNotFoundError:
             continue
-        if age_s > _BEGINS_S and not is_held(left):
+        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if mine and time.time() - found.st_mtime > _BEGINS_S and not is_held(left):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -286,13 +326,18 @@ def _prepare(
     }
     lines = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exported.items()]
-    (files.run / "settings").write_text("\n".join(lines) + "\n")
-    (files.run / "command").write_text(shlex.join(command) + "\n")
+    _write_for_shell(files.run / "settings", "\n".join(lines))
+    _write_for_shell(files.run / "command", shlex.join(command))
     shutil.copy(INSIDE / "begin", files.run / "begin")
     (files.run / "begin").chmod(0o755)
     for drive in machine.drives:
         with files.image(drive).open("wb") as image:
             image.truncate(drive.mib << 20)
+
+
+def _write_for_shell(path: Path, text: str) -> None:
+    """Words as the caller's bytes, whatever language this process speaks and whether they are text or not."""
+    path.write_bytes(os.fsencode(text + "\n"))
 
 
 def _start(words: list[str], files: Files, choices: Choices) -> subprocess.Popen[bytes]:
@@ -316,7 +361,4 @@ def _start(words: list[str], files: Files, choices: Choices) -> subprocess.Popen
 
 
 def _memory_mib() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) >> 10
-    return 0
+    return available_nbytes() >> 20

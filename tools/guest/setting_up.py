@@ -40,7 +40,7 @@ def set_up(places: Places, say: Say, again: bool = False) -> Layers:
         for left in places.root.glob("making-*"):  # of a set-up that was killed
             shutil.rmtree(left, ignore_errors=True)
         suite = release()
-        _check_space(places.root)
+        _check_space(places)
         try:
             return _made(places, suite, say)
         except OSError as error:
@@ -51,7 +51,7 @@ def clean(places: Places) -> int:
     """Remove the rig; returns the bytes that it took. Raises ConfigurationError while guests run from it."""
     with FileLock(places.lock):
         _nobody_runs(places)
-        nbytes = sum(path.lstat().st_size for path in places.root.rglob("*") if not path.is_dir())
+        nbytes = _nbytes(places.root)
         shutil.rmtree(places.root, ignore_errors=True)
     places.lock.unlink(missing_ok=True)
     return nbytes
@@ -69,16 +69,23 @@ def check_host(machine: str) -> None:
         raise ConfigurationError(f"the guest runs the host's own Python, and both need x86_64; this is {machine}")
 
 
-def _check_space(root: Path) -> None:
-    free = shutil.disk_usage(root).free >> 20
-    if free < _SPACE_MIB:
-        raise ConfigurationError(f"{root}: {free} MiB free; the rig needs {_SPACE_MIB} MiB while it is made")
+def _check_space(places: Places) -> None:
+    """What a set-up that broke off has fetched lies there already."""
+    there = (_nbytes(places.packages) + _nbytes(places.apt)) >> 20
+    free, needed = shutil.disk_usage(places.root).free >> 20, _SPACE_MIB - there
+    if free < needed:
+        raise ConfigurationError(f"{places.root}: {free} MiB free; the rig needs {needed} MiB while it is made")
+
+
+def _nbytes(folder: Path) -> int:
+    """What the files below a folder take."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def _made(places: Places, suite: str, say: Say) -> Layers:
     began = time.monotonic()
     apt = Apt(places, suite)
-    say(f"reading the indices of {suite} and {apt.newer}")
+    say(f"reading the indices of {', '.join(apt.suites)}")
     apt.update()
     kernel = apt.kernel()
     wanted = {

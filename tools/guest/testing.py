@@ -2,7 +2,8 @@
 
 One process, because starting Python with its libraries costs ten seconds on an emulated processor. pytest's own output
 comes through as it is printed, its JUnit file is read when the guest has ended, and what it says is returned as data.
-A guest that ends without a result is a failure with a reason, never a success.
+A guest that ends without a result is a failure with a reason, never a success; what its tests had said until then
+(reporting.py) is known, and at which one it was.
 
 Where the tests of two guests are among those that run, a second, small guest stands on a wire with the first one
 (`machines/peer.toml`, `tests/guest/rdma_peer.py`); it ends when the first one does.
@@ -10,8 +11,10 @@ Where the tests of two guests are among those that run, a second, small guest st
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,17 +25,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tierloop.devices.errors import ConfigurationError
+from tierloop.tools.guest import reporting
 from tierloop.tools.guest.arguments import Choices, Wire
 from tierloop.tools.guest.machine import Machine, load
 from tierloop.tools.guest.packages import RigError
 from tierloop.tools.guest.places import Places
-from tierloop.tools.guest.running import Guest, Outcome, run, started
+from tierloop.tools.guest.running import INSIDE_RUN, Guest, Outcome, check, socket_folder, started, watch
+from tierloop.tools.output import OutputError
 
 TOP = Path(__file__).resolve().parents[2]
 TESTS = ("tests/guest", "tests/test_numa_real.py")
 PAIR = "tests/guest/test_rdma_pair.py"
 PEER, PEER_PORT = "peer", 7471
-JUNIT = "junit.xml"
+JUNIT, REPORT = "junit.xml", "report"
 PROCESSOR = "x86-64-v3"
 """What the emulated processor can do, in LLVM's words: AVX2 and FMA, no AVX-512."""
 
@@ -47,18 +53,32 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """What tests had said when the guest ended, and the one that had begun and said nothing yet (or nothing)."""
+
+    found: Found = Found(0, (), ())
+    at: str = ""
+
+
+@dataclass(frozen=True)
 class Verdict:
     """How a test run ended; `found` is None where there is no JUnit file. `peer` are the second guest's last lines."""
 
     outcome: Outcome
     found: Found | None
     peer: tuple[str, ...] = ()
+    progress: Progress = Progress()
 
     @property
     def good(self) -> bool:
         """At least one test passed, none failed, and pytest said so itself."""
         found = self.found
         return self.outcome.status == 0 and found is not None and found.passed > 0 and not found.failed
+
+    @property
+    def invalid(self) -> bool:
+        """The host could not carry it out, and no test had failed until then."""
+        return self.outcome.starved and not self.progress.found.failed
 
 
 def run_tests(
@@ -72,32 +92,41 @@ def run_tests(
     silent: bool = False,
 ) -> Verdict:
     """Run pytest in a guest; `arguments` go to it, and name the tests where they name any. Raises as `run` does."""
-    junit = results / JUNIT
-    junit.unlink(missing_ok=True)
+    if any(word.startswith(("--junitxml", "--junit-xml")) for word in arguments):
+        raise ConfigurationError(f"--junitxml: the JUnit file is {results / JUNIT}; choose its folder with --results")
+    places.needed()
+    check(machine, choices)
+    (results / JUNIT).unlink(missing_ok=True)
     compiled = compile_ahead(places)
     tests = () if named_tests(arguments) else TESTS
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", f"--junitxml={junit}", *arguments, *tests]
-    environment = {"HYPOTHESIS_PROFILE": "dev", **compiled}
+    plugin = ("-p", reporting.__name__)
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", *plugin, f"--junitxml={INSIDE_RUN / JUNIT}"]
+    environment = {"HYPOTHESIS_PROFILE": "dev", reporting.WHERE: str(INSIDE_RUN / REPORT), **compiled}
     with ExitStack() as stack:
         second: Guest | None = None
         if machine.rdma and asks_for_a_pair(arguments):
-            wire = Wire(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierloop-"))), 0)
+            wire = Wire(stack.enter_context(socket_folder()), 0)
             second = stack.enter_context(_peer(places, wire.other, choices))
             choices = replace(choices, wire=wire)
             environment["TIERLOOP_GUEST_PEER"] = f"{wire.other.address}:{PEER_PORT}"
-        outcome = run(
-            places,
-            machine,
-            command,
-            limit_s=limit_s,
-            choices=choices,
-            folder=TOP,
-            results=results,
-            environment=environment,
-            silent=silent,
+        first = stack.enter_context(
+            started(places, machine, [*command, *arguments, *tests], choices, TOP, results, environment)
         )
+        outcome = watch(first, limit_s, silent=silent)
         said = () if second is None else second.said()
-    return Verdict(outcome, read_junit(junit), said)
+        found, progress = read_junit(first.files.run / JUNIT), read_report(first.files.run / REPORT)
+        if found is not None:
+            _keep(first.files.run / JUNIT, results)
+    return Verdict(outcome, found, said, progress)
+
+
+def _keep(junit: Path, results: Path) -> None:
+    """Copy the JUnit file to where the caller wants it, whole or not at all. Raises OutputError."""
+    try:
+        with tempfile.TemporaryDirectory(dir=results, prefix=".junit-") as beside:
+            os.replace(shutil.copy(junit, beside), results / JUNIT)
+    except OSError as error:
+        raise OutputError(f"{results / JUNIT}: cannot be written: {error.strerror or error}") from error
 
 
 def asks_for_a_pair(arguments: Sequence[str]) -> bool:
@@ -132,7 +161,9 @@ def compile_ahead(places: Places) -> dict[str, str]:
         "NUMBA_CPU_FEATURES": "",
     }
     sources = sorted((TOP / "devices").rglob("*.py"))
-    found = [path for path in sources if re.search(r"^ *@(kernel|entry)\(", path.read_text(), re.MULTILINE)]
+    found = [
+        path for path in sources if re.search(r"^ *@(kernel|entry)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
     names = [".".join(("tierloop", *path.relative_to(TOP).with_suffix("").parts)) for path in found]
     done = subprocess.run(
         [sys.executable, "-c", f"import {', '.join(names)}"],
@@ -166,9 +197,32 @@ def read_junit(path: Path) -> Found | None:
     return Found(passed, tuple(failed), tuple(skipped))
 
 
+def read_report(path: Path) -> Progress:
+    """What the tests of a run have said so far; a line that was cut short is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return Progress()
+    passed, failed, skipped, at = 0, [], [], ""
+    for line in lines:
+        try:
+            told = json.loads(line)
+            name, outcome, reason = told["test"], told["outcome"], told["reason"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        at = name if outcome == reporting.BEGINS else ""
+        if outcome == "failed":
+            failed.append((name, reason))
+        elif outcome == "skipped":
+            skipped.append((name, reason))
+        elif outcome == "passed":
+            passed += 1
+    return Progress(Found(passed, tuple(failed), tuple(skipped)), at)
+
+
 def as_json(verdict: Verdict, machine: Machine, kernel: str, qemu: str, setup_s: float) -> dict[str, Any]:
     """The verdict as programs read it."""
-    found = verdict.found or Found(0, (), ())
+    found = verdict.found or verdict.progress.found
     return {
         "kernel": kernel,
         "qemu": qemu,

@@ -38,6 +38,8 @@ TOP = Path(__file__).resolve().parents[2]
 TESTS = ("tests/guest", "tests/test_numa_real.py")
 PAIR = "tests/guest/test_rdma_pair.py"
 PEER, PEER_PORT = "peer", 7471
+HUNG_S = 240
+"""A test that takes so long has hung: where each thread stands is shown, pytest ends, and that is a failure."""
 JUNIT, REPORT = "junit.xml", "report"
 PROCESSOR = "x86-64-v3"
 """What the emulated processor can do, in LLVM's words: AVX2 and FMA, no AVX-512."""
@@ -100,7 +102,10 @@ def run_tests(
     compiled = compile_ahead(places)
     tests = () if named_tests(arguments) else TESTS
     plugin = ("-p", reporting.__name__)
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", *plugin, f"--junitxml={INSIDE_RUN / JUNIT}"]
+    command = [
+        *(sys.executable, "-m", "pytest", "-n0", "-q", "-rsfE", *plugin, f"--junitxml={INSIDE_RUN / JUNIT}"),
+        *("-o", f"faulthandler_timeout={HUNG_S}", "-o", "faulthandler_exit_on_timeout=true"),
+    ]
     environment = {"HYPOTHESIS_PROFILE": "dev", reporting.WHERE: str(INSIDE_RUN / REPORT), **compiled}
     with ExitStack() as stack:
         second: Guest | None = None

@@ -18,6 +18,7 @@ import tempfile
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import pytest
 
 from tierloop.devices.errors import ConfigurationError, NotPresent, ProtocolError, Timeout
 from tierloop.devices.regions import Region
+from tierloop.devices.system import HOST, PUNCH_HOLE
 from tierloop.tools.guest import running, testing
 from tierloop.tools.guest.arguments import Choices
 from tierloop.tools.guest.console import Tail, last_lines, panic
@@ -411,6 +413,30 @@ def test_what_grows_is_copied_once(tmp_path: Path) -> None:
     assert to.getvalue() == b"one\xfftwo"
 
 
+def test_what_was_copied_fills_no_disk(tmp_path: Path) -> None:
+    to, path = io.BytesIO(), tmp_path / "stdout"
+    tail = Tail(path, to)
+    lines = [f"{number:063}\n".encode() for number in range(1 << 18)]
+    for first in range(0, len(lines), 1 << 16):
+        with path.open("ab") as file:
+            file.writelines(lines[first : first + (1 << 16)])
+        assert tail.copy() == 4 << 20
+    assert to.getvalue() == b"".join(lines)
+    assert last_lines(path, 3) == [line.decode().strip() for line in lines[-3:]]
+    status = path.stat()
+    assert status.st_size == 16 << 20
+    assert status.st_blocks * 512 <= 3 << 20 or not gives_room_back(tmp_path)
+
+
+def gives_room_back(folder: Path) -> bool:
+    """Whether the file system under a folder takes the blocks of a hole back."""
+    file = folder / "hole"
+    file.write_bytes(bytes([1]) * (1 << 20))
+    with file.open("r+b") as opened, suppress(OSError):
+        HOST.fallocate(opened.fileno(), PUNCH_HOLE, 0, 1 << 20)
+    return file.stat().st_blocks * 512 < 1 << 20
+
+
 def test_last_lines_are_free_of_what_moves_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "console").write_bytes(b"\x1bc\x1b[?7l\x1b[2JSeaBIOS\r\n\r\nready\xff\r\n")
     assert last_lines(tmp_path / "console") == ["SeaBIOS", "ready\ufffd"]
@@ -609,6 +635,22 @@ def test_the_next_flush_of_a_drive_is_refused(qemu: FakeQemu, qmp: Qmp) -> None:
     assert [(rule["iotype"], rule["once"]) for rule in added["inject-error"]] == [("flush", True)]
     hardware.lose("TIER0001", [])
     assert qemu.last == ("blockdev-del", {"node-name": added["node-name"]})
+
+
+def test_what_lies_in_a_drives_way_is_changed_before_it_is_plugged_in(qemu: FakeQemu, qmp: Qmp) -> None:
+    hardware = Hardware(qmp, load(DEFAULT))
+    hardware.lose("TIER0002", [8])
+    qemu.asked.clear()
+    hardware.restore("TIER0002")
+    asked = [one["execute"] for one in qemu.asked]
+    assert asked.index("blockdev-reopen") < asked.index("device_add")
+    assert "block_set_io_throttle" not in asked  # it is the device's, and there is none
+
+
+def test_a_drive_with_nothing_in_its_way_is_left_alone(qemu: FakeQemu, qmp: Qmp) -> None:
+    hardware = Hardware(qmp, load(DEFAULT))
+    hardware.lose("TIER0001", [])
+    assert "blockdev-reopen" not in [one["execute"] for one in qemu.asked]
 
 
 def test_a_drive_without_a_slot_cannot_be_pulled_out(qemu: FakeQemu, qmp: Qmp) -> None:

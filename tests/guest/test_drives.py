@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.guest.drives import block_path, generic_path, sound
+from tests.guest.drives import block_path, drive_of, generic_path, sound
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.drivers.nvme import NvmeDevice, open_nvme
 from tierloop.devices.drivers.nvme_drives import nvme_drives
@@ -129,3 +130,35 @@ def test_a_limit_of_requests_is_kept(machine: Machine, hardware: Hardware) -> No
             assert time.monotonic() - began >= 0.8 * (count - per_s / 10) / per_s
     finally:
         hardware.restore(serial)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["as fast as it can", "slow"])
+def test_sectors_are_lost_and_mended_while_a_drive_is_busy(machine: Machine, hardware: Hardware, slow: bool) -> None:
+    """QEMU drains a drive to change what lies in its way, and waits for ever for commands that a limit holds back."""
+    drive = drive_of(machine, "drive that can be pulled out", lambda drive: drive.hotplug)
+    over, errors = threading.Event(), list[int]()
+
+    def read() -> None:
+        with raw(block_path(drive.serial)) as (fd, memory):
+            while not over.is_set():
+                try:
+                    os.preadv(fd, [memory], 8 * MIB)
+                except OSError as error:
+                    errors.append(error.errno or 0)
+
+    if slow:
+        hardware.limit(drive.serial, bytes_per_s=1 << 18)
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    try:
+        for reader in readers:
+            reader.start()
+        for _ in range(5):
+            hardware.lose(drive.serial, [8 * MIB // SECTOR])
+            hardware.lose(drive.serial, ())
+    finally:
+        over.set()
+        hardware.restore(drive.serial)
+        for reader in readers:
+            reader.join(30)
+    assert not any(reader.is_alive() for reader in readers)
+    assert set(errors) <= {errno.ENODATA}

@@ -10,8 +10,10 @@ How it is done, and what is not obvious about it:
   unrecovered read error, and writes to the sector succeed but do not mend it.
 - A drive hangs by a second limit, of one byte per second, that has been used up for the next hours. It sits on the
   device, not on the throttle group: only there are commands that wait let go when it is lifted, and a block node that
-  is changed while commands wait in a group stops QEMU for good.
-- A drive that was pulled out can be plugged in again; it keeps its bytes and gets another number.
+  is changed while commands wait in a group stops QEMU for good. What uses the limit up is a read that nobody waits
+  for: QEMU would stop if the guest had used it up before.
+- A drive that was pulled out can be plugged in again; it keeps its bytes and gets another number. What lies in its way
+  is changed while it is out, because the guest looks for partitions as soon as it is in.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Hardware:
     def hang(self, serial: str) -> None:
         """The next command of a drive and those after it do not come back, until `restore`."""
         self._brake(self._drive(serial), 1)
-        self._monitor(f'qemu-io -d drive-{serial} "read 0 {_USED_UP_NBYTES}"')
+        self._monitor(f'qemu-io -d drive-{serial} "aio_read 0 {_USED_UP_NBYTES}"')
 
     def unplug(self, serial: str) -> None:
         """Pull a drive out, and wait until it is out. Raises Timeout where the guest does not let it go."""
@@ -122,14 +124,17 @@ class Hardware:
     def restore(self, serial: str) -> None:
         """A drive as it was described: plugged in, with its limits, its lost sectors and no warning."""
         drive = self._drive(serial)
-        self.plug(serial)
-        self._brake(drive, 0)
+        if self.plugged(serial):
+            self._brake(drive, 0)
         self._limits(drive, drive.mib_per_s << 20, drive.iops)
         self.lose(serial, drive.error_sectors)
+        self.plug(serial)
         self.warn(serial, 0)
 
     def _stand_in_the_way(self, serial: str, node_called: Callable[[str], dict[str, Any]] | None) -> None:
         """Put a block node between a drive and its bytes, or none; the one that is there goes."""
+        if node_called is None and serial not in self._nodes:
+            return
         self._made += 1
         old, new = self._nodes.pop(serial, None), f"limit-{serial}"
         if node_called is not None:

@@ -6,7 +6,8 @@ are found there, and not by a tier that stays empty. What must hold:
 
 - Nothing that is stored is changed. Where bytes end with their owner, a region of a block is allocated and freed.
   A memory that outlives the process is never allocated from: near its end a block of zeros is looked for, and those
-  zeros are put back, flushed and read again. Where there is none, the memory is read and not written, and that is said.
+  zeros are put back, flushed and read again. Where there is none, and where the memory takes no writes, it is read and
+  not written, and that is said.
 - What comes back is compared with what was written: bytes drawn by memory and executor, so none that lay there before
   and none of another executor's.
 - An error has the kind of what failed (MediaError where other bytes came back), and names memory, executor and place.
@@ -203,16 +204,22 @@ def _through(lane: _Lane, place: _Place) -> Tested:
     """The test itself: one executor, one block."""
     clock, (region, spans) = lane.platform.clock, place.segment
     begun = clock.now()
-    remark, error = "", None
+    wrote, remark, error = place.may_write, "", None
+    if not wrote:
+        remark = f"only read: the last {region.nbytes} bytes of the medium have no block of zeros to write to"
     try:
-        if place.may_write:
-            _write_and_read(lane, place)
-        else:
+        try:
+            if wrote:
+                _write_and_read(lane, place)
+        except Unsupported as refused:
+            if not place.kept:
+                raise
+            wrote, remark = False, f"only read: {refused.detail}"
+        if not wrote:
             lane.read(place.segment)
-            remark = f"only read: the last {region.nbytes} bytes of the medium have no block of zeros to write to"
     except DeviceError as failed:
         error = _named(failed, region.memory, lane, place.name)
-    return Tested(region.memory, lane.name, spans.nbytes, place.may_write, clock.now() - begun, remark, error)
+    return Tested(region.memory, lane.name, spans.nbytes, wrote, clock.now() - begun, remark, error)
 
 
 def _write_and_read(lane: _Lane, place: _Place) -> None:

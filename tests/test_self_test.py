@@ -34,6 +34,7 @@ from tierloop.devices.self_test import BLOCK, self_test, start_up_test
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes, write_bytes
 from tierloop.devices.wrappers import Faulty
+from tierloop.emulators.kernel_nvme import nvme_machine
 from tierloop.emulators.modelled import KINDS, open_modelled
 from tierloop.tools import cli
 from tierloop.tools.comparing import Asked
@@ -133,6 +134,20 @@ def test_what_was_told_to_fail_is_left_out_and_so_is_what_nobody_reaches(tmp_pat
         "cxl0": "nobody reads and writes it from host memory",
         "emu:example": "it was told to fail now and then",
     }
+
+
+@pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
+def test_a_drive_that_takes_no_writes_is_only_read_and_that_is_said(path: str) -> None:
+    machine = nvme_machine()
+    machine.tree.put("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1/ro", "1")
+    rig = on_drive(machine)
+    rig.path = path
+    (tested,) = start_up_test(on(rig))
+    assert tested.good
+    assert not tested.wrote
+    assert tested.remark.startswith("only read: the kernel has nvme0n1 set to read-only")
+    rig.close()
+    assert {operation.op for operation in machine.controller.history} == {"read"}
 
 
 # -- what is stored ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ are found there, and not by a tier that stays empty. What must hold:
 - An error has the kind of what failed (MediaError where other bytes came back), and names memory, executor and place.
 - It costs one block, four commands and one flush for each pair of executor and memory, and the opening of the platform.
 
-A device that was told to fail now and then (`faulty`) is left out: what it would show was asked for.
+A device that was told to fail now and then (`faulty`) is left out, and moves no bytes of others: what it would show was
+asked for.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _of_memory(platform: Platform, device: Device, memory: MemoryInfo) -> list[T
     lanes = [
         _Lane(platform, owner, executor)
         for owner, executor in platform.executors()
-        if executor.verbs >= {"read", "write"} and executor.path(memory.name) is not None
+        if executor.verbs >= {"read", "write"} and executor.path(memory.name) and not _fails_on_purpose(owner)
     ]
     if not lanes:
         return [Tested(memory.name, "", remark="nobody reads and writes it from host memory")]

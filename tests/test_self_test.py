@@ -150,6 +150,15 @@ def test_a_drive_that_takes_no_writes_is_only_read_and_that_is_said(path: str) -
     assert {operation.op for operation in machine.controller.history} == {"read"}
 
 
+def test_who_was_told_to_fail_tests_no_other_tier(tmp_path: Path) -> None:
+    file = tmp_path / "here.toml"
+    (tmp_path / "medium").write_bytes(bytes(MEDIUM))
+    file.write_text(REAL + 'reaches.dram = []\nwrap = [{ kind = "faulty", write_per_million = 1_000_000 }]\n')
+    with open_platform(file) as platform:
+        tested = {(each.memory, each.by): each.remark for each in start_up_test(platform)}
+    assert tested == {("dram", "dram cores"): "", ("nvme", ""): "it was told to fail now and then"}
+
+
 # -- what is stored ---------------------------------------------------------------------------------------------------
 
 
@@ -250,13 +259,18 @@ def test_doctor_tests_the_tiers_of_a_platform_and_leaves_them_as_they_were(
     assert (tmp_path / "medium").read_bytes() == stored.tobytes()
 
 
-def test_a_command_ends_with_the_tier_that_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [("run",), ("compare",), ("ablate", "hybridgen")])
+def test_a_command_ends_with_the_tier_that_failed_unless_the_test_is_left_out(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(_: object) -> Platform:
         site = Site(WallClock())
         return platform_of(TakesOneByteForAnother(site), site)
 
     monkeypatch.setattr(Asked, "open", broken)
-    assert cli.main(["run"]) == 1
+    asked = [*command, "--model", "/no/such/model"]
+    assert cli.main(asked) == 1
     assert "self-test" in capsys.readouterr().err
+    assert cli.main([*asked, "--no-self-test"]) == 2
+    assert "/no/such/model" in (err := capsys.readouterr().err)
+    assert "self-test" not in err

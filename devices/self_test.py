@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,10 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 from tierloop.devices.wrappers.faulty import Faulty
+from tierloop.devices.wrappers.recorded import Recorded
 
 Bytes = NDArray[np.uint8]
+_Wrapper = TypeVar("_Wrapper")
 BLOCK = 4096
 """Bytes of a block, unless the memory's grid is coarser."""
 _LOOKED_THROUGH = 64
@@ -126,6 +128,14 @@ def start_up_test(platform: Platform) -> list[Tested]:
     return found
 
 
+def forget(platform: Platform) -> None:
+    """Have `recorded` devices forget what was done so far: the platform was opened to be tried."""
+    for device in platform.devices.values():
+        recorded = _inside(device, Recorded)
+        if recorded is not None:
+            recorded.forget()
+
+
 def _of_memory(platform: Platform, device: Device, memory: MemoryInfo) -> list[Tested]:
     if _fails_on_purpose(device):
         return [Tested(memory.name, "", remark="it was told to fail now and then")]
@@ -148,9 +158,14 @@ def _of_memory(platform: Platform, device: Device, memory: MemoryInfo) -> list[T
 
 
 def _fails_on_purpose(device: object) -> bool:
-    while device is not None and not isinstance(device, Faulty):
+    return _inside(device, Faulty) is not None
+
+
+def _inside(device: object, kind: type[_Wrapper]) -> _Wrapper | None:
+    """The wrapper of that kind around a device, if it has one."""
+    while device is not None and not isinstance(device, kind):
         device = getattr(device, "inner", None)
-    return device is not None
+    return device
 
 
 @contextmanager

@@ -159,6 +159,19 @@ def test_who_was_told_to_fail_tests_no_other_tier(tmp_path: Path) -> None:
     assert tested == {("dram", "dram cores"): "", ("nvme", ""): "it was told to fail now and then"}
 
 
+@pytest.mark.parametrize("tested", [True, False])
+def test_a_platform_that_was_tried_can_be_recorded_afterwards(tested: bool, tmp_path: Path) -> None:
+    (tmp_path / "medium").write_bytes(bytes(MEDIUM))
+    file = tmp_path / "here.toml"
+    file.write_text(REAL + 'wrap = [{ kind = "recorded", file = "recording" }]\n')
+    Asked(platform=str(file), self_test=tested).try_out()
+    assert not (tmp_path / "recording").exists()
+    with open_platform(file) as platform:
+        device = platform.device("nvme")
+        device.free(device.alloc(BLOCK))
+    assert [json.loads(line).get("op") for line in (tmp_path / "recording").read_text().splitlines()][1:]
+
+
 # -- what is stored ---------------------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import getattr_static
@@ -36,6 +36,7 @@ from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, DeviceError, nearest
 from tierloop.devices.hazards import HazardChecker
 from tierloop.devices.host_speed import automatic_dilation, demands, host_speed, smallest_dilation
+from tierloop.devices.info import DeviceInfo
 from tierloop.devices.platform import Platform
 from tierloop.devices.platform_file import (
     DILATIONS,
@@ -104,21 +105,41 @@ def open_device(driver: str, name: str, site: Site, options: dict[str, Any]) -> 
     ConfigurationError that names the two; of a driver of ours it is a bug of ours, and stays what it is.
     """
     factory = entry("devices", driver)
-    distribution = ", ".join(_distribution(point) for point in _offers("devices").get(driver, []))
-    try:
+    with _faults_of(driver, f"opening {name}"):
         device = factory(name, site, options)
-    except (ConfigurationError, DeviceError):
-        raise
-    except Exception as error:
-        if distribution == _OURS:
-            raise
-        wrong = f"opening {name} raised {type(error).__name__}: {error}"
-        raise ConfigurationError(f"driver {driver!r} of {distribution} is faulty: {wrong}") from error
     missing = [member for member in _MEMBERS if not _has(device, member)]
     if missing:
-        wrong = f"it opened {name} as a {type(device).__name__}, which has no {', '.join(missing)}"
-        raise ConfigurationError(f"driver {driver!r} of {distribution} is faulty: {wrong}")
+        raise _faulty(driver, f"it opened {name} as a {type(device).__name__}, which has no {', '.join(missing)}")
     return device  # type: ignore[no-any-return]  # it has what a device has
+
+
+def info_of(driver: str, device: Device) -> DeviceInfo:
+    """What a device that a driver opened says of itself. Raises as `open_device` does."""
+    with _faults_of(driver, "its info"):
+        info = device.info
+    if not isinstance(info, DeviceInfo):
+        raise _faulty(driver, f"its info is a {type(info).__name__}, and no DeviceInfo")
+    return info
+
+
+@contextmanager
+def _faults_of(driver: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigurationError, DeviceError):
+        raise
+    except (Exception, SystemExit) as error:
+        if _offered_by(driver) == _OURS:
+            raise
+        raise _faulty(driver, f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _faulty(driver: str, wrong: str) -> ConfigurationError:
+    return ConfigurationError(f"driver {driver!r} of {_offered_by(driver)} is faulty: {wrong}")
+
+
+def _offered_by(driver: str) -> str:
+    return ", ".join(_distribution(point) for point in _offers("devices").get(driver, []))
 
 
 def discover(group: str) -> list[Discovered]:
@@ -226,7 +247,8 @@ def _open(
                 )
         memories = set()
         for name in sorted(names, key=lambda name: name != file.host):  # the host's memory first: others need it
-            info = _blamed(file, name, lambda full=names[name]: devices[full].info)  # type: ignore[misc]  # late binding
+            of, made = file.devices[name].driver, devices[names[name]]
+            info = _blamed(file, name, lambda of=of, made=made: info_of(of, made))  # type: ignore[misc]  # late binding
             if info.name != names[name] or (info.provenance == "emulated") != names[name].startswith("emu:"):
                 raise _error(
                     file,
@@ -407,7 +429,7 @@ def _load(group: str, points: list[importlib.metadata.EntryPoint]) -> Any:
         else:
             advice = f"it needs the module {error.name}: pip install {missing}"
         raise ConfigurationError(f"{what} of {_distribution(point)} cannot be loaded: {advice}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{what} of {_distribution(point)} cannot be loaded: {error!r}") from error
     if group == "devices" and not callable(found):
         wrong = f"{point.value} is {found!r}; allowed: a function of (name, site, options)"

@@ -6,13 +6,15 @@ are found there, and not by a tier that stays empty. What must hold:
 
 - Nothing that is stored is changed. Where bytes end with their owner, a region of a block is allocated and freed.
   A memory that outlives the process is never allocated from: near its end a block of zeros is looked for, and those
-  zeros are put back, flushed and read again. Where there is none, the memory is read and not written, and that is said.
+  zeros are put back, flushed and read again. Where there is none, and where the memory takes no writes, it is read and
+  not written, and that is said.
 - What comes back is compared with what was written: bytes drawn by memory and executor, so none that lay there before
   and none of another executor's.
 - An error has the kind of what failed (MediaError where other bytes came back), and names memory, executor and place.
 - It costs one block, four commands and one flush for each pair of executor and memory, and the opening of the platform.
 
-A device that was told to fail now and then (`faulty`) is left out: what it would show was asked for.
+A device that was told to fail now and then (`faulty`) is left out, and moves no bytes of others: what it would show was
+asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +36,10 @@ from tierloop.devices.platform import Platform
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
 from tierloop.devices.wrappers.faulty import Faulty
+from tierloop.devices.wrappers.recorded import Recorded
 
 Bytes = NDArray[np.uint8]
+_Wrapper = TypeVar("_Wrapper")
 BLOCK = 4096
 """Bytes of a block, unless the memory's grid is coarser."""
 _LOOKED_THROUGH = 64
@@ -124,13 +128,21 @@ def start_up_test(platform: Platform) -> list[Tested]:
     return found
 
 
+def forget(platform: Platform) -> None:
+    """Have `recorded` devices forget what was done so far: the platform was opened to be tried."""
+    for device in platform.devices.values():
+        recorded = _inside(device, Recorded)
+        if recorded is not None:
+            recorded.forget()
+
+
 def _of_memory(platform: Platform, device: Device, memory: MemoryInfo) -> list[Tested]:
     if _fails_on_purpose(device):
         return [Tested(memory.name, "", remark="it was told to fail now and then")]
     lanes = [
         _Lane(platform, owner, executor)
         for owner, executor in platform.executors()
-        if executor.verbs >= {"read", "write"} and executor.path(memory.name) is not None
+        if executor.verbs >= {"read", "write"} and executor.path(memory.name) and not _fails_on_purpose(owner)
     ]
     if not lanes:
         return [Tested(memory.name, "", remark="nobody reads and writes it from host memory")]
@@ -146,9 +158,14 @@ def _of_memory(platform: Platform, device: Device, memory: MemoryInfo) -> list[T
 
 
 def _fails_on_purpose(device: object) -> bool:
-    while device is not None and not isinstance(device, Faulty):
+    return _inside(device, Faulty) is not None
+
+
+def _inside(device: object, kind: type[_Wrapper]) -> _Wrapper | None:
+    """The wrapper of that kind around a device, if it has one."""
+    while device is not None and not isinstance(device, kind):
         device = getattr(device, "inner", None)
-    return device is not None
+    return device
 
 
 @contextmanager
@@ -203,16 +220,22 @@ def _through(lane: _Lane, place: _Place) -> Tested:
     """The test itself: one executor, one block."""
     clock, (region, spans) = lane.platform.clock, place.segment
     begun = clock.now()
-    remark, error = "", None
+    wrote, remark, error = place.may_write, "", None
+    if not wrote:
+        remark = f"only read: the last {region.nbytes} bytes of the medium have no block of zeros to write to"
     try:
-        if place.may_write:
-            _write_and_read(lane, place)
-        else:
+        try:
+            if wrote:
+                _write_and_read(lane, place)
+        except Unsupported as refused:
+            if not place.kept:
+                raise
+            wrote, remark = False, f"only read: {refused.detail}"
+        if not wrote:
             lane.read(place.segment)
-            remark = f"only read: the last {region.nbytes} bytes of the medium have no block of zeros to write to"
     except DeviceError as failed:
         error = _named(failed, region.memory, lane, place.name)
-    return Tested(region.memory, lane.name, spans.nbytes, place.may_write, clock.now() - begun, remark, error)
+    return Tested(region.memory, lane.name, spans.nbytes, wrote, clock.now() - begun, remark, error)
 
 
 def _write_and_read(lane: _Lane, place: _Place) -> None:

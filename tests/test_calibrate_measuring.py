@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.machines import number, open_machine
+from tests.machines import number, open_machine, write_machine
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.platform import Platform
 from tierloop.devices.registry import open_platform
@@ -200,6 +200,17 @@ def test_a_file_with_contents_is_left_alone_without_consent(tmp_path: Path) -> N
     with pytest.raises(ConfigurationError, match="--scratch"), open_subject(f"nvme:{file}"):
         pass
     assert file.read_bytes() == b"precious" * 1024
+
+
+def test_what_a_drive_of_a_platform_keeps_is_left_alone_without_consent(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(kept := b"precious" * 1024)
+    platform = write_machine(tmp_path)
+    platform.write_text(platform.read_text().replace("[devices.nvme]", '[devices.nvme]\nkeep = "kept"'))
+    with pytest.raises(ConfigurationError, match="--scratch"), open_subject(f"{platform}:nvme"):
+        pass
+    assert (tmp_path / "kept").read_bytes()[: len(kept)] == kept
+    with open_subject(f"{platform}:nvme", scratch=True) as subject:
+        assert subject.owner.info.name == "emu:nvme"
 
 
 def test_a_folder_gets_a_temporary_file_without_a_name(tmp_path: Path) -> None:

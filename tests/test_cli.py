@@ -472,6 +472,36 @@ def test_conformance_overwrites_nothing_unasked(run_cli: RunCli, tmp_path: Path)
     assert run_cli("conformance", f"nvme:file={drive}", "--level", "L1", "--scratch")[0] == 0
 
 
+def test_conformance_knows_which_file_its_options_name(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "drive").write_bytes(b"precious" * (1 << 17))
+    inside = ("--option", "path=drive", "--option", f"folder={tmp_path}")
+    for subject in (
+        ("nvme", *inside),
+        ("cxl", *inside),
+        (f"nvme:file={tmp_path / 'new'}", "--option", f"path={tmp_path / 'drive'}"),
+        ("cxl", "--option", "serial=7"),
+    ):
+        code, _, err = run_cli("conformance", *subject, "--level", "L0")
+        assert code == 2
+        assert "--scratch" in err or "names the file already" in err, err
+    assert (tmp_path / "drive").read_bytes() == b"precious" * (1 << 17)
+
+
+def test_conformance_of_a_platform_overwrites_nothing_unasked(run_cli: RunCli, tmp_path: Path) -> None:
+    file = tmp_path / "here.toml"
+    file.write_text(
+        'description = "a drive"\nclock = "wall"\nhost = "dram"\n[devices.dram]\ndriver = "cpu"\n'
+        'capacity = 67_108_864\n[devices.drive]\ndriver = "nvme"\npath = "medium"\n'
+    )
+    (tmp_path / "medium").write_bytes(b"precious" * (1 << 17))
+    code, _, err = run_cli("conformance", file, "--level", "L0")
+    assert code == 2
+    assert f"{tmp_path / 'medium'}: its contents would be overwritten" in err
+    assert (tmp_path / "medium").read_bytes() == b"precious" * (1 << 17)
+    assert run_cli("conformance", file, "--device", "dram", "--level", "identity")[0] == 0
+    assert run_cli("conformance", file, "--device", "drive", "--level", "identity", "--scratch")[0] == 0
+
+
 def test_conformance_leaves_a_link_to_nowhere_alone(run_cli: RunCli, tmp_path: Path) -> None:
     link = tmp_path / "drive"
     link.symlink_to(tmp_path / "nowhere")

@@ -15,6 +15,7 @@ from tests.machines import DEVICES, open_machine, write_machine
 from tierloop.devices import host_speed as host_speed_module
 from tierloop.devices import registry
 from tierloop.devices.clocks import VirtualClock, WallClock
+from tierloop.devices.conformance import run
 from tierloop.devices.device import Device
 from tierloop.devices.errors import ConfigurationError, NotPresent
 from tierloop.devices.hazards import HazardChecker
@@ -100,15 +101,19 @@ def test_a_missing_module_is_answered_with_what_to_install(
 ) -> None:
     (tmp_path / "acme_driver.py").write_text("import acme_sdk_of_nobody\n")
     (tmp_path / "acme_broken.py").write_text("raise OSError('no firmware')\n")
+    (tmp_path / "acme_script.py").write_text("raise SystemExit('usage: acme')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     offer("acme-tiers", "acme", "acme_driver:open")
     offer("acme-tiers", "broken", "acme_broken:open")
+    offer("acme-tiers", "script", "acme_script:open")
     offer("acme-tiers", "absent", "acme_absent.driver:open")
     offer("acme-tiers", "nameless", "tests.machines:no_such_function")
     with pytest.raises(ConfigurationError, match="needs the module acme_sdk_of_nobody: pip install acme_sdk_of_nobody"):
         entry("devices", "acme")
     with pytest.raises(ConfigurationError, match=r"cannot be loaded: OSError\('no firmware'\)"):
         entry("devices", "broken")
+    with pytest.raises(ConfigurationError, match=r"cannot be loaded: SystemExit\('usage: acme'\)"):
+        entry("devices", "script")
     with pytest.raises(ConfigurationError, match="acme-tiers is installed incompletely"):
         entry("devices", "absent")
     found = {d.name: d for d in list_devices()}
@@ -124,8 +129,28 @@ def half(name, site, options): return SimpleNamespace(info=1, alloc=1, free=1, s
 def raises(name, site, options): raise RuntimeError("the cover is open")
 def no_card(name, site, options): raise FileNotFoundError(2, "No such file or directory", "/dev/card0")
 def too_few(): return None
+def leaves(name, site, options): raise SystemExit("usage: acme")
+def odd(name, site, options):
+    members = dict.fromkeys(("alloc", "free", "submit", "estimate", "poll", "close"), lambda: None)
+    return SimpleNamespace(**members, info={})
 number = 7
 """
+
+
+def test_a_device_that_is_none_by_what_it_says_is_its_drivers_fault(
+    offer: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "odd_driver.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    offer("tierloop-acme", "acme", "odd_driver:odd")
+    (tmp_path / "machine.toml").write_text('clock = "wall"\nhost = "card"\n[devices.card]\ndriver = "acme"\n')
+    says = "driver 'acme' of tierloop-acme is faulty: its info is a dict, and no DeviceInfo"
+    with pytest.raises(ConfigurationError, match=says):
+        open_platform(tmp_path / "machine.toml")
+    (seen,) = [found for found in inventory() if found.driver == "acme"]
+    assert "driver 'acme' of tierloop-acme is faulty: AttributeError" in seen.reasons[0]
+    with pytest.raises(ConfigurationError, match="`info` is a dict, no DeviceInfo"):
+        run(lambda site: open_device("acme", "card", site, {}), levels=["identity"])
 
 
 @pytest.mark.parametrize(
@@ -136,6 +161,7 @@ number = 7
         ("raises", "is faulty: opening card raised RuntimeError: the cover is open"),
         ("no_card", r"is faulty: opening card raised FileNotFoundError: .*'/dev/card0'"),
         ("too_few", "is faulty: opening card raised TypeError: too_few"),
+        ("leaves", "is faulty: opening card raised SystemExit: usage: acme"),
         ("number", r"cannot be used: faulty:number is 7; allowed: a function of \(name, site, options\)"),
     ],
 )

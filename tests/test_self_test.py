@@ -34,6 +34,7 @@ from tierloop.devices.self_test import BLOCK, self_test, start_up_test
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes, write_bytes
 from tierloop.devices.wrappers import Faulty
+from tierloop.emulators.kernel_nvme import nvme_machine
 from tierloop.emulators.modelled import KINDS, open_modelled
 from tierloop.tools import cli
 from tierloop.tools.comparing import Asked
@@ -133,6 +134,42 @@ def test_what_was_told_to_fail_is_left_out_and_so_is_what_nobody_reaches(tmp_pat
         "cxl0": "nobody reads and writes it from host memory",
         "emu:example": "it was told to fail now and then",
     }
+
+
+@pytest.mark.parametrize("path", ["/dev/ng0n1", "/dev/nvme0n1"])
+def test_a_drive_that_takes_no_writes_is_only_read_and_that_is_said(path: str) -> None:
+    machine = nvme_machine()
+    machine.tree.put("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1/ro", "1")
+    rig = on_drive(machine)
+    rig.path = path
+    (tested,) = start_up_test(on(rig))
+    assert tested.good
+    assert not tested.wrote
+    assert tested.remark.startswith("only read: the kernel has nvme0n1 set to read-only")
+    rig.close()
+    assert {operation.op for operation in machine.controller.history} == {"read"}
+
+
+def test_who_was_told_to_fail_tests_no_other_tier(tmp_path: Path) -> None:
+    file = tmp_path / "here.toml"
+    (tmp_path / "medium").write_bytes(bytes(MEDIUM))
+    file.write_text(REAL + 'reaches.dram = []\nwrap = [{ kind = "faulty", write_per_million = 1_000_000 }]\n')
+    with open_platform(file) as platform:
+        tested = {(each.memory, each.by): each.remark for each in start_up_test(platform)}
+    assert tested == {("dram", "dram cores"): "", ("nvme", ""): "it was told to fail now and then"}
+
+
+@pytest.mark.parametrize("tested", [True, False])
+def test_a_platform_that_was_tried_can_be_recorded_afterwards(tested: bool, tmp_path: Path) -> None:
+    (tmp_path / "medium").write_bytes(bytes(MEDIUM))
+    file = tmp_path / "here.toml"
+    file.write_text(REAL + 'wrap = [{ kind = "recorded", file = "recording" }]\n')
+    Asked(platform=str(file), self_test=tested).try_out()
+    assert not (tmp_path / "recording").exists()
+    with open_platform(file) as platform:
+        device = platform.device("nvme")
+        device.free(device.alloc(BLOCK))
+    assert [json.loads(line).get("op") for line in (tmp_path / "recording").read_text().splitlines()][1:]
 
 
 # -- what is stored ---------------------------------------------------------------------------------------------------
@@ -235,13 +272,18 @@ def test_doctor_tests_the_tiers_of_a_platform_and_leaves_them_as_they_were(
     assert (tmp_path / "medium").read_bytes() == stored.tobytes()
 
 
-def test_a_command_ends_with_the_tier_that_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [("run",), ("compare",), ("ablate", "hybridgen")])
+def test_a_command_ends_with_the_tier_that_failed_unless_the_test_is_left_out(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(_: object) -> Platform:
         site = Site(WallClock())
         return platform_of(TakesOneByteForAnother(site), site)
 
     monkeypatch.setattr(Asked, "open", broken)
-    assert cli.main(["run"]) == 1
+    asked = [*command, "--model", "/no/such/model"]
+    assert cli.main(asked) == 1
     assert "self-test" in capsys.readouterr().err
+    assert cli.main([*asked, "--no-self-test"]) == 2
+    assert "/no/such/model" in (err := capsys.readouterr().err)
+    assert "self-test" not in err

@@ -12,7 +12,7 @@ import typer
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.kernels.contract import DTYPES
 from tierloop.devices.platform import Platform
-from tierloop.devices.self_test import start_up_test
+from tierloop.devices.self_test import forget, start_up_test
 from tierloop.runtime.manifest import manifest
 from tierloop.runtime.results import Comparison
 from tierloop.runtime.trace import TraceRecorder
@@ -74,8 +74,7 @@ class Asked:
     def try_out(self) -> None:
         """Open the platform, test what is real of it, and close it. Raises ConfigurationError or a DeviceError."""
         with self.open() as platform:
-            if self.self_test:
-                tell_self_test(platform)
+            try_platform(platform, self.self_test)
 
     def load(self) -> tuple[Model, Workload]:
         """The model and the prompt. Raises ModelError or WorkloadError."""
@@ -137,11 +136,15 @@ def compare_policies(
     return asked.described(comparison, opened[-1], policies)
 
 
-def tell_self_test(platform: Platform) -> None:
-    """Test the real tiers of a platform, and say on stderr what could not be tested. Raises a DeviceError."""
-    for tested in start_up_test(platform):
+def try_platform(platform: Platform, self_test: bool) -> None:
+    """Of a platform that is closed again: test its real tiers, say on stderr what could not be tested, record nothing.
+
+    Raises a DeviceError.
+    """
+    for tested in start_up_test(platform) if self_test else ():
         if tested.remark:
             say(f"self-test: {tested.memory}: {tested.remark}")
+    forget(platform)
 
 
 def prepare_files(*files: Path | None) -> None:

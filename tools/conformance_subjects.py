@@ -6,13 +6,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.site import Site
-from tierloop.tools.scratch import check_scratch
+from tierloop.tools.scratch import check_media, check_platform_media, check_scratch
 
 if TYPE_CHECKING:
     from tierloop.devices.conformance import Opener
@@ -24,8 +24,6 @@ FILE_NBYTES = 64 << 20
 """Of a file that stands for a drive and did not exist: it is made, and removed again."""
 LEAST_NBYTES = 64 << 10
 """Of a file that was there: what the checks need for their regions."""
-_OVERWRITING = ("nvme", "cxl")
-"""Drivers whose option `path` names a medium that the suite writes to."""
 _BUS = 64_000_000_000
 
 
@@ -50,15 +48,16 @@ def targets(
     drivers = [driver.name for driver in list_devices()]
     if (subject in drivers or colon) and chosen:
         raise ConfigurationError(f"--device: {subject} is one device; only a platform has several")
-    if subject in _OVERWRITING and isinstance(path := given.get("path"), str):
-        check_scratch(Path(path), scratch)
     if subject in drivers:
+        check_media(subject, given, scratch)
         yield [_driver(subject, given, clock)]
     elif kind == "cpu" and colon:
         yield [_driver("cpu", {"node": _number(subject, rest), **given}, clock)]
     elif kind == "gpu" and colon and rest != "model":
         yield [_driver("gpu", {"device": f"cuda:{_number(subject, rest)}", **given}, clock)]
     elif kind == "nvme" and rest.startswith("file="):
+        for key in {"path", "folder"} & given.keys():
+            raise ConfigurationError(f"--option {key}: {subject} names the file already")
         with _file(subject, Path(rest.removeprefix("file=")), scratch) as options:
             yield [_driver("nvme", {**options, **given}, clock)]
     elif colon and rest == "model":
@@ -67,7 +66,7 @@ def targets(
         with tempfile.TemporaryDirectory(prefix="tierloop-") as folder:
             yield [_profile(rest, Path(folder), given, clock)]
     else:
-        yield _platform(subject, chosen, given, clock, drivers)
+        yield _platform(subject, chosen, given, clock, drivers, scratch)
 
 
 def _driver(name: str, given: dict[str, Any], clock: str | None) -> Target:
@@ -127,8 +126,9 @@ def _profile(name: str, folder: Path, given: dict[str, Any], clock: str | None) 
 
 
 def _platform(
-    subject: str, chosen: list[str], given: dict[str, Any], clock: str | None, drivers: list[str]
+    subject: str, chosen: list[str], given: dict[str, Any], clock: str | None, drivers: list[str], scratch: bool
 ) -> list[Target]:
+    from tierloop.devices.platform_file import read_platform
     from tierloop.devices.registry import find_platform, list_platforms, open_platform
 
     if given:
@@ -149,6 +149,7 @@ def _platform(
         for name in wanted:
             if name not in names:
                 raise ConfigurationError(f"--device {name!r}: {nearest(name, list(names))}")
+        check_platform_media(read_platform(path, find_platform), wanted, scratch)
         return [Target(names[name], open_machine, platform.clock.virtual) for name in wanted]
 
 
@@ -161,7 +162,8 @@ def _file(subject: str, path: Path, scratch: bool) -> Iterator[dict[str, Any]]:
         if path.is_file() and (nbytes := path.stat().st_size) < LEAST_NBYTES:
             raise ConfigurationError(f"{path} holds {nbytes} bytes; the suite needs {LEAST_NBYTES} or more")
         check_scratch(path, scratch)
-        yield {"path": str(path)}
+        with nullcontext() if scratch else _blank_again(path):
+            yield {"path": str(path)}
         return
     if path.parent.is_dir() and (free := shutil.disk_usage(path.parent).free) < FILE_NBYTES:
         raise ConfigurationError(f"{path}: {free} bytes are free there; a new file takes {FILE_NBYTES}")
@@ -169,6 +171,17 @@ def _file(subject: str, path: Path, scratch: bool) -> Iterator[dict[str, Any]]:
         yield {"path": str(path), "capacity": FILE_NBYTES, "create": True}
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _blank_again(path: Path) -> Iterator[None]:
+    """A file of zeros has as many zeros afterwards, whatever was closed before it was freed."""
+    nbytes = path.stat().st_size
+    try:
+        yield
+    finally:
+        os.truncate(path, 0)
+        os.truncate(path, nbytes)
 
 
 def _number(subject: str, text: str) -> int:

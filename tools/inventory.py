@@ -80,12 +80,13 @@ def _opened(driver: Discovered) -> Found:
         device = open_device(driver.name, name, Site(clock=WallClock()), {})
         info = device.info
         device.close()
+        found = Found(info.name, info.kind, info.provenance, True, (), driver.name)
     except (ConfigurationError, DeviceError) as error:
         return Found(name, "", provenance, False, (f"not looked for: a platform file names it ({error})",), driver.name)
-    except Exception as error:  # one driver that is faulty says nothing of the others
+    except (Exception, SystemExit) as error:  # one driver that is faulty says nothing of the others
         wrong = f"driver {driver.name!r} of {driver.distribution} is faulty: {type(error).__name__}: {error}"
         return Found(name, "", provenance, False, (wrong,), driver.name)
-    return Found(info.name, info.kind, info.provenance, True, (), driver.name)
+    return found
 
 
 def _drives(paths: list[Path], system: System) -> list[Found]:

@@ -16,22 +16,21 @@ def listing(as_json: options.AsJson = False) -> None:
     from tierloop.devices.registry import discover, list_devices, list_platforms
     from tierloop.tools.inventory import profiles
 
-    platforms = [
-        {"name": p.name, "clock": p.clock, "about": p.description, "reasons": list(p.reasons)} for p in list_platforms()
-    ]
-    policies = [
-        {"name": p.name, "about": _about(p.name) if p.usable else "", "reasons": list(p.reasons)}
-        for p in discover("policies")
-    ]
-    drivers = [{"name": d.name, "from": d.distribution, "reasons": list(d.reasons)} for d in list_devices()]
-    known = [{"name": p.name, "kind": p.kind, "about": p.summary, "reasons": list(p.reasons)} for p in profiles()]
-    groups: dict[str, list[dict[str, Any]]] = {
-        "platforms": platforms,
-        "profiles": known,
-        "policies": policies,
-        "drivers": drivers,
-    }
     with results(as_json) as shown:
+        groups: dict[str, list[dict[str, Any]]] = {
+            "platforms": [
+                {"name": p.name, "clock": p.clock, "about": p.description, "reasons": list(p.reasons)}
+                for p in list_platforms()
+            ],
+            "profiles": [
+                {"name": p.name, "kind": p.kind, "about": p.summary, "reasons": list(p.reasons)} for p in profiles()
+            ],
+            "policies": [
+                {"name": p.name, "about": _about(p.name) if p.usable else "", "reasons": list(p.reasons)}
+                for p in discover("policies")
+            ],
+            "drivers": [{"name": d.name, "from": d.distribution, "reasons": list(d.reasons)} for d in list_devices()],
+        }
         shown.json(groups)
         for title, rows in groups.items():
             shown.show(_table(title, rows))

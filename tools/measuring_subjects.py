@@ -19,7 +19,7 @@ from tierloop.devices.registry import ClockKind, entry, find_platform, open_plat
 from tierloop.devices.site import Site
 from tierloop.tools.measuring import Subject
 from tierloop.tools.output import OutputError
-from tierloop.tools.scratch import check_scratch
+from tierloop.tools.scratch import check_platform_media, check_scratch
 
 FORMS = "cpu, nvme:FILE, nvme:FOLDER/ (a temporary file there), or PLATFORM:DEVICE"
 DRIVE_NBYTES = 1 << 30
@@ -32,8 +32,9 @@ def open_subject(
 ) -> Iterator[Subject]:
     """Open what `calibrate` was told to measure, and close it.
 
-    `scratch` says that the contents of a file or block device may be lost; a file that has any is refused without. A
-    temporary file is removed. Raises ConfigurationError, and the DeviceError of a device that cannot be opened.
+    `scratch` says that the contents of a file or block device may be lost; one that has any is refused without, a
+    platform's, too. A temporary file is removed. Raises ConfigurationError, and the DeviceError of a device that cannot
+    be opened.
     """
     driver, colon, rest = text.partition(":")
     if text == "cpu":
@@ -50,7 +51,10 @@ def open_subject(
                 yield choose(site, [device], device, 1)
     elif colon and driver and rest:
         with open_platform(driver, clock=clock, dilation=dilation) as platform:
-            yield of_platform(platform, rest)
+            subject = of_platform(platform, rest)
+            file = read_platform(find_platform(driver), find_platform)
+            check_platform_media(file, [rest.removeprefix("emu:")], scratch)
+            yield subject
     else:
         raise ConfigurationError(f"device {text!r}; allowed: {FORMS}")
 

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tierloop.devices.errors import ConfigurationError
+from tierloop.devices.platform_file import PlatformFile
 
 Scratch = Annotated[
     bool,
     typer.Option("--scratch", help="The contents of the file, the drive or the CXL memory may be overwritten."),
 ]
+_REFUSAL = "its contents would be overwritten; --scratch says that they may be lost"
+_MEDIA = {"nvme": "path", "cxl": "path", "emulated": "keep"}
+"""Drivers whose memory outlives the process, and the option that names the file or node it is on."""
 _READ_NBYTES = 1 << 20
 _MOST_NBYTES = 1 << 30
 """Bytes of a file that are looked at; one with more that are not holes counts as not blank."""
+
+
+def check_media(driver: str, options: Mapping[str, Any], scratch: bool) -> None:
+    """As `check_scratch`, of the medium that the options of a driver name."""
+    path, folder = options.get(_MEDIA.get(driver, "")), options.get("folder", ".")
+    if isinstance(path, str) and isinstance(folder, str):
+        check_scratch(Path(folder, path), scratch)
+    if driver == "cxl" and "serial" in options and not scratch:
+        raise ConfigurationError(f"serial = {options['serial']}: {_REFUSAL}")
+
+
+def check_platform_media(file: PlatformFile, devices: Iterable[str], scratch: bool) -> None:
+    """As `check_scratch`, of the media of some devices of a platform, by the names that its file has for them."""
+    for name in devices:
+        device = file.devices[name]
+        check_media(device.driver, {**device.options, "folder": str(file.folder)}, scratch)
 
 
 def check_scratch(path: Path, scratch: bool, advice: str = "") -> None:
@@ -26,9 +47,7 @@ def check_scratch(path: Path, scratch: bool, advice: str = "") -> None:
     A file with nothing but zeros has none. Of a device it is not found out.
     """
     if not scratch and path.exists() and not (path.is_file() and _is_blank(path)):
-        raise ConfigurationError(
-            f"{path}: its contents would be overwritten; --scratch says that they may be lost{advice}"
-        )
+        raise ConfigurationError(f"{path}: {_REFUSAL}{advice}")
 
 
 def _is_blank(path: Path) -> bool:

@@ -13,7 +13,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.served import Limits, ServingResult
 from tierloop.runtime.tier_writes import unreached
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID, escaped, prepare_files, tell_self_test
+from tierloop.tools.comparing import FAILED, INVALID, escaped, prepare_files, try_platform
 from tierloop.tools.console import progress, results, say
 from tierloop.tools.output import write_files
 from tierloop.tools.serving_table import serving_remarks, serving_tables
@@ -246,8 +246,7 @@ class _Asked:
             if not kind.serves:
                 raise ConfigurationError(f"policy {kind.name} cannot serve: it takes no prompts in steps of tokens")
         with self.open() as platform:
-            if self.self_test:
-                tell_self_test(platform)
+            try_platform(platform, self.self_test)
 
     def open(self) -> Platform:
         """A fresh platform. Raises ConfigurationError or a DeviceError."""

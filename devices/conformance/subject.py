@@ -310,7 +310,7 @@ class Subject:
 def _info(device: Device) -> DeviceInfo:
     """What the device says of itself. Raises ConfigurationError where it cannot be asked at all."""
     try:
-        return device.info
+        info = device.info
     except DeviceError:
         raise
     except Exception as error:
@@ -318,6 +318,9 @@ def _info(device: Device) -> DeviceInfo:
             f"the opener gave {device!r}, whose `info` raises {type(error).__name__}: {error}; allowed: a device, or a "
             "platform that holds it"
         ) from error
+    if not isinstance(info, DeviceInfo):
+        raise ConfigurationError(f"the opener gave {device!r}, whose `info` is a {type(info).__name__}, no DeviceInfo")
+    return info
 
 
 def _picked(platform: Platform, name: str | None) -> Device:

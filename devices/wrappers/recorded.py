@@ -43,6 +43,7 @@ class Recorded(Around):
         self._own: frozenset[str] = frozenset()
         self._written = 0
         self._mine = not replace
+        self._tried = False
         self._lost: MediaError | None = None
         self.what = f"recorded in {self._path.name}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if replace else os.O_EXCL)
@@ -103,11 +104,23 @@ class Recorded(Around):
                 self._open = False
                 self._places.discard(self._place)
                 os.close(self._file)
-                if self._mine and not self._written:  # the device could not even be opened
+                if self._mine and (self._tried or not self._written):  # the device was only tried, or did not open
                     self._path.unlink(missing_ok=True)
         lost, self._lost = self._lost, None
         if lost is not None:
             raise lost
+
+    def forget(self) -> None:
+        """What was recorded so far was a trial, and is cut off; if nothing follows, a file that was made goes, too."""
+        self._ready()
+        if not self._open:
+            return
+        self._tried = True
+        self._seq = self._written = 0
+        self._known.clear()
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        self._write(header_line(self.inner.info, self._clock.virtual))
 
     def _accept(self, command: Command, queue: int, after: Sequence[Completion]) -> Held:
         held = super()._accept(command, queue, after)
@@ -136,6 +149,7 @@ class Recorded(Around):
         self._write(alloc_line(self._next(), self._clock.now(), region))
 
     def _next(self) -> int:
+        self._tried = False
         self._seq += 1
         return self._seq - 1
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Command, Launch, Read, Write
 from tierloop.devices.completion import Completion

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.gpu_rig import MIB, Rig, bytes_of, copied, host_region
+from tests.gpu_rig import MIB, Rig, copied, host_region
+from tests.seeded import bytes_of
 from tests.test_docs import ROOT, run_blocks
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write

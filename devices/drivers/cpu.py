@@ -55,7 +55,6 @@ from tierloop.devices.drivers.cxl_flush import Flushes
 from tierloop.devices.drivers.cxl_rates import stated_paths
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.failures import as_device_error, start_thread
-from tierloop.devices.drivers.numa import PAGE as PAGE
 from tierloop.devices.drivers.numa_mapping import run_on
 from tierloop.devices.drivers.numa_tiering import tiering
 from tierloop.devices.drivers.numa_topology import shown

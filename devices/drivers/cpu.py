@@ -68,6 +68,7 @@ from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
+from tierloop.devices.threads import let_in
 
 DEPTH = 4096
 """Commands that one queue holds."""
@@ -210,7 +211,7 @@ class Cpu:
         self._lines[queue].put(completion)
 
     def _serve(self, line: SimpleQueue[Completion | None]) -> None:
-        guard.let_in()
+        let_in()
         with suppress(OSError):  # the cores were taken away from the process since it was opened
             run_on(self._system, self._options.cores)
         while True:

@@ -39,6 +39,7 @@ def ablate(
     overrides: options.Overrides = None,
     kv_dtype: options.KvDtype = "float32",
     cache: options.Cache = None,
+    self_test: options.SelfTest = True,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a system in all 2ⁿ combinations of its mechanisms, and say what each of them does.
@@ -55,6 +56,7 @@ def ablate(
         tokens=tokens,
         kv_dtype=kv_dtype,
         cache=cache,
+        self_test=self_test,
     )
     with results(as_json) as shown:
         found = _ablate(system, asked, repeats, given, mechanism or ())

@@ -149,7 +149,8 @@ def serve_bench(
     """Serve requests that arrive over time: continuous batching, under one or several policies.
 
     Without --real these are shapes of any model on the virtual clock; with it a model on real bytes.
-    Exit codes: 0 good, 1 a request failed, 2 the input was wrong or no policy fits, 3 the run was invalid.
+    Exit codes: 0 good, 1 a request failed or nothing reached a tier, 2 the input was wrong or no policy fits, 3 the run
+    was invalid.
     """
     from tierloop.runtime.arrival_trace import text_of
     from tierloop.runtime.compare import PolicyRequest

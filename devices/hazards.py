@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tierloop.devices.spans import Spans
 
 _Lane = tuple[str, int]
+_Bounds = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""First byte and byte after the last of pieces that are not empty, by first byte."""
 
 
 class HazardError(AssertionError):
@@ -45,15 +47,12 @@ class _Access:
     writes: bool
     label: str
     buffer: object = None
-    sorted: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    sorted: _Bounds | None = None
 
-    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """First byte and byte after the last of each piece that is not empty, by first byte; made when needed."""
+    def bounds(self) -> _Bounds:
+        """Those of the pieces; made when needed."""
         if self.sorted is None:
-            low, nbytes = self.pieces[:, 0], self.pieces[:, 1]
-            order = np.argsort(low, kind="stable")
-            order = order[nbytes[order] > 0]
-            self.sorted = low[order], (low + nbytes)[order]
+            self.sorted = _bounds(self.pieces)
         return self.sorted
 
 
@@ -106,7 +105,7 @@ class HazardChecker:
         for other in kept:
             if not (access.writes or other.writes) or other.count <= known.get(other.lane, 0):
                 continue
-            at = _overlap(access, other)
+            at = _first_common(access.bounds(), other.bounds())
             if at is not None:
                 kinds = ("write" if other.writes else "read", "write" if access.writes else "read")
                 raise HazardError(
@@ -117,8 +116,7 @@ class HazardChecker:
 
 def meet(a: Spans, b: Spans) -> bool:
     """Whether a byte lies in both."""
-    one, other = (_Access(("", 0), 0, spans.array, False, "") for spans in (a, b))
-    return _overlap(one, other) is not None
+    return _first_common(_bounds(a.array), _bounds(b.array)) is not None
 
 
 def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64], bool, object]]:
@@ -136,11 +134,18 @@ def _touched(completion: Completion) -> Iterator[tuple[object, NDArray[np.int64]
             yield "host buffers", pieces, isinstance(command, Read), buffer
 
 
-def _overlap(a: _Access, b: _Access) -> int | None:
-    """The first byte that both touch, or None. Sorted sweep: O(n log m) instead of n·m."""
-    if len(a.pieces) > len(b.pieces):
+def _bounds(pieces: NDArray[np.int64]) -> _Bounds:
+    low, nbytes = pieces[:, 0], pieces[:, 1]
+    order = np.argsort(low, kind="stable")
+    order = order[nbytes[order] > 0]
+    return low[order], (low + nbytes)[order]
+
+
+def _first_common(a: _Bounds, b: _Bounds) -> int | None:
+    """The first byte that lies in both, or None. Sorted sweep: O(n log m) instead of n·m."""
+    if len(a[0]) > len(b[0]):
         a, b = b, a
-    (a_low, a_high), (b_low, b_high) = a.bounds(), b.bounds()
+    (a_low, a_high), (b_low, b_high) = a, b
     last = np.searchsorted(b_low, a_high, side="left") - 1
     hit = (last >= 0) & (np.maximum.accumulate(b_high)[last] > a_low)
     if not hit.any():

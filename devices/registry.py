@@ -53,8 +53,8 @@ GROUPS = {"devices": "tierloop.devices", "platforms": "tierloop.platforms", "pol
 _SINGULAR = {"devices": "driver", "platforms": "platform package", "policies": "policy"}
 
 _OURS = "tierloop"
-_MEMBERS = ("info", "alloc", "free", "submit", "estimate", "poll", "close")
-"""What a device has (device.py)."""
+_MEMBERS = tuple(name for name in vars(Device) if not name.startswith("_"))
+"""What a device has."""
 
 Factory = Callable[[str, Site, dict[str, Any]], Device]
 ClockKind = Literal["virtual", "wall"]

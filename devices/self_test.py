@@ -1,8 +1,8 @@
 """The self-test of a platform: one block is written to and read from each memory, by everybody who moves bytes there.
 
-Who calls this: `run`, `compare` and `serve-bench` when they have opened a platform for the first time (`start_up_test`,
-real devices only), and `doctor --platform` for all devices. A driver, a kernel and a firmware that do not fit together
-are found there, and not by a tier that stays empty. What must hold:
+Who calls this: `run`, `compare`, `ablate` and `serve-bench` when they have opened a platform for the first time
+(`start_up_test`, real devices only), and `doctor --platform` for all devices. A driver, a kernel and a firmware that
+do not fit together are found there, and not by a tier that stays empty. What must hold:
 
 - Nothing that is stored is changed. Where bytes end with their owner, a region of a block is allocated and freed.
   A memory that outlives the process is never allocated from: near its end a block of zeros is looked for, and those

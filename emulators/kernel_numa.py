@@ -28,8 +28,7 @@ from contextlib import suppress
 from tierloop.devices.drivers import numa, numa_mapping
 from tierloop.devices.drivers.numa_topology import numa_topology
 from tierloop.emulators.kernel import ModelKernel, failure
-from tierloop.emulators.numa_pages import DEFAULT, MPOL_LOCAL, PAGE, NumaPages, Policy
-from tierloop.emulators.numa_pages import Memory as Memory
+from tierloop.emulators.numa_pages import DEFAULT, MPOL_LOCAL, PAGE, Memory, NumaPages, Policy
 
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 _MOST_BITS = PAGE * 8

@@ -31,8 +31,7 @@ from tierloop.runtime.attention_mass import AttentionMass
 from tierloop.runtime.blocks import K
 from tierloop.runtime.centroids import Centroids, Members
 from tierloop.runtime.chunk_clusters import ChunkClusters, Started
-from tierloop.runtime.chunking import Chunking as Chunking
-from tierloop.runtime.chunking import Cut
+from tierloop.runtime.chunking import Chunking, Cut
 from tierloop.runtime.decisions import Grouping, Question
 from tierloop.runtime.engine import Engine
 

@@ -21,7 +21,8 @@ from tierloop.devices.regions import Segment
 from tierloop.devices.spans import Spans
 from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, Rows, TierTooSmall, V
-from tierloop.runtime.chunk_index import ChunkIndex, Chunking
+from tierloop.runtime.chunk_index import ChunkIndex
+from tierloop.runtime.chunking import Chunking
 from tierloop.runtime.engine import Engine
 from tierloop.runtime.entries import EntryShape, Slots
 from tierloop.runtime.loop import Task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -31,15 +30,6 @@ class DeviceUse:
     flops: int = 0
     retries: int = 0
     recovered: int = 0
-
-
-def tried_again(devices: Mapping[str, DeviceUse]) -> list[str]:
-    """A sentence for each device whose commands were tried again."""
-    return [
-        f"{name}: commands were tried again {use.retries:,} times after a failure, and {use.recovered:,} recovered"
-        for name, use in devices.items()
-        if use.retries
-    ]
 
 
 @dataclass(frozen=True)

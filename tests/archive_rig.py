@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.machines import write_machine
-from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.regions import Segment
 from tierloop.devices.registry import open_platform
 from tierloop.runtime.archive import Archive

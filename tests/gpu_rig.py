@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.seeded import bytes_of as bytes_of
 from tierloop.devices.clocks import VirtualClock
-from tierloop.devices.commands import Command, Launch, Read, Write
+from tierloop.devices.commands import Command, Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.drivers.gpu import GpuDevice
 from tierloop.devices.drivers.gpu_options import Options
 from tierloop.devices.hazards import HazardChecker
-from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import wait
@@ -35,11 +33,6 @@ SMALL: dict[str, Any] = {
 def host_region(nbytes: int, number: int = 0, fill: int = 0) -> Region:
     """A region of a host-mapped memory called dram, as a cpu device would allocate it."""
     return Region("dram", "dram", number, nbytes, view=np.full(nbytes, fill, dtype=np.uint8))
-
-
-def copied(source: Region, target: Region) -> Launch:
-    """A kernel that copies a region."""
-    return Launch(Gather(), ((source.all(),),), ((target.all(),),))
 
 
 @dataclass

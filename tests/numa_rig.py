@@ -14,7 +14,8 @@ from tierloop.devices.drivers.numa_mapping import mapped
 from tierloop.devices.drivers.numa_topology import numa_topology
 from tierloop.devices.system import HOST, System
 from tierloop.emulators.kernel import ModelKernel, Tree
-from tierloop.emulators.kernel_numa import Memory, NumaMemory
+from tierloop.emulators.kernel_numa import NumaMemory
+from tierloop.emulators.numa_pages import Memory
 
 PAGE = numa.PAGE
 TREES = Path(__file__).resolve().parent / "sysfs"

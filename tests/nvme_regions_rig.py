@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.nvme_rig import Rig, bytes_of
+from tests.nvme_rig import Rig
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Read, Write
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import MediaError, OutOfMemory

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.fake_system import FakeSystem
-from tests.seeded import bytes_of as bytes_of
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Command, Flush
 from tierloop.devices.completion import Completion

@@ -17,7 +17,6 @@ from tests.archive_rig import (
     SHAPE,
     Content,
     adopted,
-    bytes_of,
     content_of,
     machine,
     new,
@@ -25,6 +24,7 @@ from tests.archive_rig import (
     read_entries,
     run,
 )
+from tests.seeded import bytes_of
 from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.regions import Segment
 from tierloop.devices.waiting import wait

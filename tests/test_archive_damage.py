@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.archive_rig import DRIVE, ENTRIES, Content, adopted, bytes_of, machine, new, order_of, run
+from tests.archive_rig import DRIVE, ENTRIES, Content, adopted, machine, new, order_of, run
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Flush, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, Gone, MediaError

@@ -21,7 +21,6 @@ from tests.archive_rig import (
     SHAPE,
     Content,
     adopted,
-    bytes_of,
     content_of,
     machine,
     new,
@@ -29,6 +28,7 @@ from tests.archive_rig import (
     run,
 )
 from tests.machines import write_machine
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.conformance import run as conformance
 from tierloop.devices.device import Device
@@ -453,7 +453,8 @@ def test_what_is_put_while_a_commit_is_under_way_belongs_to_the_next_one(tmp_pat
 KILLED = """
 import os, signal
 from pathlib import Path
-from tests.archive_rig import machine, new, order_of, bytes_of, run
+from tests.seeded import bytes_of
+from tests.archive_rig import machine, new, order_of, run
 from tests.test_archive_restart import write_some
 folder = Path({folder!r})
 with machine(folder, folder / "drive") as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -500,6 +501,17 @@ def test_conformance_of_a_platform_overwrites_nothing_unasked(run_cli: RunCli, t
     assert (tmp_path / "medium").read_bytes() == b"precious" * (1 << 17)
     assert run_cli("conformance", file, "--device", "dram", "--level", "identity")[0] == 0
     assert run_cli("conformance", file, "--device", "drive", "--level", "identity", "--scratch")[0] == 0
+
+
+def test_a_blank_file_that_somebody_else_has_is_left_as_it_is(run_cli: RunCli, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.write_bytes(bytes(1 << 20))
+    before = drive.stat()
+    with drive.open("rb") as theirs:
+        fcntl.flock(theirs, fcntl.LOCK_EX)
+        code, _, err = run_cli("conformance", f"nvme:file={drive}", "--level", "L0")
+    assert code != 0, err
+    assert drive.stat() == before
 
 
 def test_conformance_leaves_a_link_to_nowhere_alone(run_cli: RunCli, tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from tests.launches import carry_out, every_kernel
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Write
 from tierloop.devices.drivers import cpu as cpu_module
-from tierloop.devices.drivers.cpu import PAGE, Cpu, open_cpu
+from tierloop.devices.drivers.cpu import Cpu, open_cpu
 from tierloop.devices.drivers.host_memory import available_nbytes
+from tierloop.devices.drivers.numa import PAGE
 from tierloop.devices.drivers.reference import open_reference
 from tierloop.devices.errors import (
     Busy,

@@ -33,7 +33,7 @@ from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST
 from tierloop.devices.waiting import read_bytes, wait, write_bytes
-from tierloop.emulators.kernel_numa import Memory
+from tierloop.emulators.numa_pages import Memory
 
 GIB = 1 << 30
 SMALL: dict[str, Any] = {"capacity": 16 * PAGE, "queues": 1, "threads": 1}

@@ -143,10 +143,10 @@ def test_a_cdat_that_cannot_be_used_is_a_reason_and_rates_are_unknown(data: byte
     [
         ({}, "nothing given; allowed: one of path"),
         ({"path": "/x", "node": 1}, "path and node given; allowed: one of path"),
-        ({"path": ""}, "path = ''; allowed: a path"),
+        ({"path": ""}, "path = '': a path is a string that is not empty"),
         ({"path": 3}, "path = 3"),
         ({"node": -1}, "node = -1; allowed: an integer of at least 0"),
-        ({"node": 5000}, "node = 5000; it is too large"),
+        ({"node": 5000}, "node = 5000; allowed: an integer from 0 to 1023"),
         ({"node": True}, "node = True"),
         ({"serial": "0x11"}, "serial = '0x11'"),
         ({"path": "/x", "capacity": 5}, "capacity = 5; allowed: an integer of at least 4096"),

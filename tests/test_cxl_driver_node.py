@@ -15,7 +15,8 @@ from tierloop.devices.errors import DeviceError, NoPermission, NotPresent, OutOf
 from tierloop.devices.placement import Placements, memory_nodes
 from tierloop.devices.site import Site
 from tierloop.emulators.kernel import ModelKernel
-from tierloop.emulators.kernel_numa import Memory, NumaMemory
+from tierloop.emulators.kernel_numa import NumaMemory
+from tierloop.emulators.numa_pages import Memory
 
 site = a_site
 

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 
 from tests.cxl_rig import file_of
+from tests.pnm_rig import TRANSFERS, served
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Write
 from tierloop.devices.device import Device
 from tierloop.devices.drivers.cpu import open_cpu
 from tierloop.devices.drivers.cxl import open_cxl
 from tierloop.devices.drivers.nvme import open_nvme
+from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.errors import Gone
 from tierloop.devices.site import Site
 from tierloop.devices.waiting import read_bytes, write_bytes
+from tierloop.firmware_models.pnm_card import PnmCard, PnmParts
 
 
 def in_a_child(do: Callable[[], object]) -> str:
@@ -65,6 +69,20 @@ def test_a_forked_child_takes_no_memory_of_its_parents_device(kind: str, tmp_pat
         assert in_a_child(device.close) == ""
     device.free(region)
     device.close()
+
+
+def test_a_forked_child_does_not_end_the_session_of_its_parents_device(tmp_path: Path) -> None:
+    parts, path, site = PnmParts(capacity=1 << 20), tmp_path / "window", Site(WallClock())
+    path.write_bytes(PnmCard(parts).window.tobytes())
+    data = bytes_of(1, 4096)
+    with served(path, parts):
+        device = open_pnm("dev", site, {"path": str(path)})
+        region = device.alloc(4096)
+        assert in_a_child(lambda: device.alloc(4096)).startswith(f"{Gone.__name__}: dev: ")
+        assert in_a_child(device.close) == ""
+        write_bytes(site.clock, device, region.all(), data, TRANSFERS)
+        assert np.array_equal(read_bytes(site.clock, device, region.all(), TRANSFERS), data)
+        device.close()
 
 
 @pytest.mark.parametrize("kind", ["cpu", "nvme"])

@@ -15,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.gpu_rig import MIB, Rig, bytes_of, copied, host_region
+from tests.gpu_rig import MIB, Rig, host_region
+from tests.seeded import bytes_of
 from tests.test_docs import ROOT, run_blocks
 from tierloop.devices.clocks import VirtualClock, WallClock
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
 from tierloop.devices.completion import Completion
+from tierloop.devices.conformance.launches import gather
 from tierloop.devices.drivers import gpu_lines
 from tierloop.devices.drivers.gpu import GpuDevice, open_gpu
 from tierloop.devices.drivers.gpu_options import Options
@@ -58,8 +60,8 @@ def test_a_chain_over_queues_is_enqueued_at_once_and_needs_the_host_only_at_its_
     rig = Rig()
     a, b, c = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096), rig.device.alloc(4096)
     rig.accelerator.hold()
-    first = rig.device.submit(copied(a, b), 0)
-    second = rig.device.submit(copied(b, c), 1, [first])
+    first = rig.device.submit(gather(a, b), 0)
+    second = rig.device.submit(gather(b, c), 1, [first])
     into = np.zeros(4096, dtype=np.uint8)
     read = rig.device.submit(Read(c.all(), into), rig.back, [second])
     assert [x.started_ns >= 0 for x in (first, second, read)] == [True] * 3
@@ -93,7 +95,7 @@ def test_any_chain_of_copies_gives_the_same_bytes_whatever_runs_when(seed: int, 
         if source == target:
             continue
         command = (
-            copied(regions[source], regions[target]) if i % 2 else Copy(regions[source].all(), regions[target].all())
+            gather(regions[source], regions[target]) if i % 2 else Copy(regions[source].all(), regions[target].all())
         )
         done.append(rig.device.submit(command, (i * 7) % 2, done[-1:]))
         held[target] = held[source]
@@ -106,7 +108,7 @@ def test_any_chain_of_copies_gives_the_same_bytes_whatever_runs_when(seed: int, 
 def test_times_come_from_the_gpu_and_lie_within_those_of_the_host() -> None:
     rig = Rig()
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
-    done = rig.do(copied(a, b))
+    done = rig.do(gather(a, b))
     assert done.submitted_ns <= done.started_ns <= done.ended_ns
     assert done.ended_ns - done.started_ns < rig.site.clock.now()
 
@@ -115,7 +117,7 @@ def test_a_region_is_not_freed_while_a_stream_may_use_it() -> None:
     rig = Rig()
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
     rig.accelerator.hold()
-    done = rig.device.submit(copied(a, b))
+    done = rig.device.submit(gather(a, b))
     with pytest.raises(DeviceError, match="has not ended"):
         rig.device.free(a)
     rig.accelerator.hold(False)
@@ -386,8 +388,8 @@ def test_a_kernel_without_room_is_out_of_memory_and_the_gpu_works_on() -> None:
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
     rig.accelerator.fail_next("memory")
     with pytest.raises(OutOfMemory, match=r"gpu0: gather: .*8192 bytes"):
-        rig.do(copied(a, b))
-    rig.do(copied(a, b))
+        rig.do(gather(a, b))
+    rig.do(gather(a, b))
     assert np.array_equal(rig.bytes(b.all()), bytes_of(1, 4096))
 
 
@@ -395,7 +397,7 @@ def test_a_lost_gpu_ends_everything_as_gone_and_says_where() -> None:
     rig = Rig()
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
     rig.accelerator.hold()
-    early = rig.device.submit(copied(a, b), 0)
+    early = rig.device.submit(gather(a, b), 0)
     late = rig.device.submit(Read(b.all(), np.zeros(4096, dtype=np.uint8)), rig.back, [early])
     held = rig.device.submit(Write(a.all(), bytes_of(2, 4096)), rig.to, [late])
     rig.accelerator.lose()
@@ -405,7 +407,7 @@ def test_a_lost_gpu_ends_everything_as_gone_and_says_where() -> None:
     assert "8192 bytes on host:0" in str(early.error)
     assert isinstance(late.error, Gone)
     assert isinstance(held.error, Cancelled)
-    for refused in (lambda: rig.device.alloc(16), lambda: rig.device.free(a), lambda: rig.device.submit(copied(a, b))):
+    for refused in (lambda: rig.device.alloc(16), lambda: rig.device.free(a), lambda: rig.device.submit(gather(a, b))):
         with pytest.raises(Gone, match="CUDA error"):
             refused()
     for completion in (early, late, held):
@@ -431,8 +433,8 @@ def test_commands_that_find_no_room_leave_nothing_behind(data: st.DataObject) ->
             "read": (Read(near[a].all(), into), rig.back, model[a]),
             "copy in": (Copy(host.all(), near[a].all()), rig.to, np.ones(10_000, dtype=np.uint8)),
             "copy out": (Copy(near[a].all(), host_region(10_000, 1).all()), rig.back, model[a]),
-            "gather": (copied(near[b], near[a]), 0, model[b]),
-            "gather to the host": (copied(near[a], host_region(10_000, 2)), 1, model[a]),
+            "gather": (gather(near[b], near[a]), 0, model[b]),
+            "gather to the host": (gather(near[a], host_region(10_000, 2)), 1, model[a]),
         }
         command, queue, changes = cases[kind]
         completion = rig.device.submit(command, queue)
@@ -464,7 +466,7 @@ def test_a_gpu_that_is_lost_with_a_launch_ends_that_as_gone() -> None:
     assert isinstance(done.error, Gone)
     assert "write" in str(done.error)
     with pytest.raises(Gone):
-        rig.device.submit(copied(a, b))
+        rig.device.submit(gather(a, b))
 
 
 def test_a_command_that_never_ends_times_out_and_the_gpu_is_gone() -> None:
@@ -472,8 +474,8 @@ def test_a_command_that_never_ends_times_out_and_the_gpu_is_gone() -> None:
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
     rig.accelerator.hold()
     start = rig.site.clock.now()
-    stuck = rig.device.submit(copied(a, b), 0)
-    behind = rig.device.submit(copied(b, a), 0)
+    stuck = rig.device.submit(gather(a, b), 0)
+    behind = rig.device.submit(gather(b, a), 0)
     rig.settle(stuck, behind)
     assert isinstance(stuck.error, Timeout)
     assert "gather" in str(stuck.error)
@@ -481,7 +483,7 @@ def test_a_command_that_never_ends_times_out_and_the_gpu_is_gone() -> None:
     assert 10**9 <= rig.site.clock.now() - start < 2 * 10**9
     assert gpu_lines.LEFT_BEHIND, "what the GPU may still write to is kept"
     with pytest.raises(Gone, match="nothing has ended"):
-        rig.device.submit(copied(a, b))
+        rig.device.submit(gather(a, b))
     with pytest.raises(Timeout):
         rig.device.close()
 
@@ -489,7 +491,7 @@ def test_a_command_that_never_ends_times_out_and_the_gpu_is_gone() -> None:
 def test_a_long_queue_is_not_a_hanging_one() -> None:
     rig = Rig(HostAccelerator(1, questions=12), {"deadline_s": 0.002})
     a, b = rig.filled(bytes_of(1, 64)), rig.device.alloc(64)
-    done = [rig.device.submit(copied(*((a, b) if i % 2 else (b, a))), 0) for i in range(200)]
+    done = [rig.device.submit(gather(*((a, b) if i % 2 else (b, a))), 0) for i in range(200)]
     start = rig.site.clock.now()
     rig.wait(*done)
     assert rig.site.clock.now() - start > 2_000_000, "the queue took longer than the deadline, as it should here"
@@ -499,7 +501,7 @@ def test_closing_over_work_that_does_not_end_says_so_and_keeps_what_it_may_touch
     rig = Rig()
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
     rig.accelerator.hold()
-    rig.device.submit(copied(a, b))
+    rig.device.submit(gather(a, b))
     with pytest.raises(Timeout, match="gpu0: close"):
         rig.device.close()
     assert not rig.accelerator.closed
@@ -516,7 +518,7 @@ def test_closing_gives_the_memory_back() -> None:
     accelerator = Watched()
     rig = Rig(accelerator)
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
-    rig.device.submit(copied(a, b))
+    rig.device.submit(gather(a, b))
     rig.device.close()
     gc.collect()
     assert accelerator.seen() is None
@@ -526,7 +528,7 @@ def test_closing_gives_the_memory_back() -> None:
 def test_a_gpu_that_is_lost_while_it_is_closed_is_closed() -> None:
     rig = Rig()
     a, b = rig.filled(bytes_of(1, 4096)), rig.device.alloc(4096)
-    done = rig.device.submit(copied(a, b))
+    done = rig.device.submit(gather(a, b))
     rig.accelerator.lose()
     rig.device.close()
     assert isinstance(done.error, Gone)

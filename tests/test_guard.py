@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import json
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,6 +21,7 @@ from numpy.typing import NDArray
 
 from tests.attention_case import Case, bytes_of
 from tests.cxl_rig import MIB, PAGE, devdax, file_of, pair
+from tests.forked_scripts import run_scripts
 from tests.pnm_rig import card_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
@@ -374,24 +372,6 @@ def foreign():
 """
 
 
-_EACH = """
-import json, sys
-guard._prepare()
-results = []
-for script in json.loads(sys.argv[1]):
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        os.dup2(into, 2)
-        exec(script)
-        os._exit(0)
-    os.close(into)
-    with os.fdopen(out) as said:
-        text = said.read()
-    results.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text))
-print(json.dumps(results))
-"""
-
 SCRIPTS = {
     "by default": "ours(); foreign()",
     "faulthandler": "faulthandler.enable(); ours(); foreign()",
@@ -404,9 +384,7 @@ SCRIPTS = {
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[int, str]]:
     """The exit status and standard error of processes that ran the scripts, each a child of one that has imported."""
-    run = [sys.executable, "-c", _PREAMBLE + _EACH, json.dumps(list(SCRIPTS.values()))]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
-    return {name: (status, text) for name, (status, text) in zip(SCRIPTS, json.loads(done.stdout), strict=True)}
+    return run_scripts(_PREAMBLE + "\nguard._prepare()\n", SCRIPTS, stream=2)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
+
+from tests.forked_scripts import run_scripts
 
 _PREAMBLE = """
 import json, mmap, os, resource, signal, sys, tempfile, threading
@@ -29,21 +27,6 @@ def cut():
     array = guard.guarded("test", np.frombuffer(mmap.mmap(file.fileno(), 4096), dtype=np.uint8))
     file.truncate(0)
     return array
-
-results = []
-for script in json.loads(sys.argv[1]):
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        os.dup2(into, 1)
-        exec(script)
-        sys.stdout.flush()
-        os._exit(0)
-    os.close(into)
-    with os.fdopen(out) as said:
-        text = said.read()
-    results.append((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text.strip()))
-print(json.dumps(results))
 """
 
 _NOTED = """
@@ -138,9 +121,7 @@ pool.share(2, work)
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[int, str]]:
     """The exit status and output of processes that ran the scripts, each a child of one that has imported."""
-    run = [sys.executable, "-c", _PREAMBLE, json.dumps(list(SCRIPTS.values()))]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=240, check=True)
-    return {name: (status, text) for name, (status, text) in zip(SCRIPTS, json.loads(done.stdout), strict=True)}
+    return run_scripts(_PREAMBLE, SCRIPTS, stream=1)
 
 
 @pytest.mark.parametrize("name", ["a handler of before", "a handler of later"])

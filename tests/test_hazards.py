@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Traffic, Write
 from tierloop.devices.completion import Completion
-from tierloop.devices.hazards import HazardChecker, HazardError
+from tierloop.devices.hazards import HazardChecker, HazardError, meet
 from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region, Segment
@@ -171,6 +171,13 @@ def test_empty_spans_touch_nothing() -> None:
     watched.read(6, 0, queue=1)
     watched.submit(Write(Segment(watched.regions[0], Spans([])), watched.host[:0]), queue=1)
     watched.submit(Copy(watched.at(3, 0), watched.at(5, 0)), device=1)
+
+
+def test_empty_spans_meet_nothing() -> None:
+    some, nothing = Spans([(0, 8)]), Spans([(4, 0), (5, 0)])
+    assert meet(some, Spans([(100, 4), (4, 2)]))
+    assert not meet(some, nothing)
+    assert not meet(nothing, some)
 
 
 def test_a_command_that_was_refused_leaves_no_trace() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.machines import DEFINED, LINKS, PROFILES, duration, finish, memory, number, write_machine
-from tests.nvme_rig import bytes_of
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Copy, Flush, Launch, Read
 from tierloop.devices.conformance import Suite
 from tierloop.devices.errors import Busy, ConfigurationError, Gone, OutOfMemory, OutOfRange

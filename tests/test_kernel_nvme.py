@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernel_nvme_rig import Host, Ring, a_host, refused
-from tests.nvme_rig import MIB, Rig, bytes_of
+from tests.nvme_rig import MIB, Rig
+from tests.seeded import bytes_of
 from tierloop.devices.conformance import Suite
 from tierloop.devices.device import Device
 from tierloop.devices.drivers import ring as uring

@@ -7,7 +7,8 @@ import errno
 import pytest
 
 from tests.kernel_nvme_rig import Host, a_host, refused
-from tests.nvme_rig import MIB, bytes_of
+from tests.nvme_rig import MIB
+from tests.seeded import bytes_of
 from tierloop.devices.system import PUNCH_HOLE, ZERO_RANGE
 from tierloop.firmware_models.nvme_wire import Io, Status
 

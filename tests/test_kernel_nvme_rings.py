@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kernel_nvme_rig import Host, Ring, a_host, refused
-from tests.nvme_rig import MIB, bytes_of
+from tests.nvme_rig import MIB
+from tests.seeded import bytes_of
 from tierloop.devices.drivers import ring as uring
 from tierloop.emulators.kernel_nvme import nvme_machine
 from tierloop.emulators.kernel_nvme_rings import URING_ADMIN, URING_IO

@@ -17,7 +17,8 @@ from tierloop.devices.drivers.numa_topology import NODES
 from tierloop.devices.errors import NotPresent
 from tierloop.devices.site import Site
 from tierloop.emulators.kernel_cxl import cxl_machine
-from tierloop.emulators.kernel_numa import Memory, NumaMemory
+from tierloop.emulators.kernel_numa import NumaMemory
+from tierloop.emulators.numa_pages import Memory
 
 
 def offline(two: Machine, node: int) -> None:

@@ -6,7 +6,8 @@ import errno
 
 import pytest
 
-from tests.nvme_rig import bytes_of, on_drive
+from tests.nvme_rig import on_drive
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Read
 from tierloop.devices.errors import Busy, DeviceError, Gone, MediaError, OutOfMemory, Unsupported
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, Rig, bytes_of, host_memory, on_fake, on_file, spans
+from tests.nvme_rig import MIB, Rig, host_memory, on_fake, on_file, spans
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write
 from tierloop.devices.drivers import worker

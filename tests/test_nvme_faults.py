@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, filled, on_fake, works
+from tests.nvme_rig import MIB, SHORT_S, Rig, filled, on_fake, works
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Command, Copy, Flush, Read, Write
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, Engine, PosixEngine, Target
 from tierloop.devices.drivers.pieces import contiguous

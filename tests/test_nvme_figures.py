@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.nvme_rig import bytes_of, on_drive
+from tests.nvme_rig import on_drive
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Write
 from tierloop.emulators.kernel_nvme import nvme_machine
 from tierloop.firmware_models.nvme_identify import NvmeFigures

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.nvme_rig import MIB, bytes_of, on_drive, on_fake
+from tests.nvme_rig import MIB, on_drive, on_fake
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Read, Write
 from tierloop.devices.drivers.nvme import probe
 from tierloop.devices.errors import MediaError, OutOfMemory, Timeout

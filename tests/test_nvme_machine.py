@@ -14,7 +14,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.fake_system import FakeSystem
 from tests.nvme_regions_rig import PAGE, PAGES, Regions, pieces
-from tests.nvme_rig import bytes_of, host_memory, on_fake
+from tests.nvme_rig import host_memory, on_fake
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Copy, Read, Write
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans

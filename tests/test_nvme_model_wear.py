@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.nvme_bus import DATA, READ, WRITE, Bus, code, io_entry, ready
-from tests.nvme_rig import bytes_of, on_drive
+from tests.nvme_rig import on_drive
+from tests.seeded import bytes_of
 from tests.test_flash import SMALL, UNIT
 from tests.test_flash_legality import WORN
 from tierloop.devices.errors import MediaError, Unsupported

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.nvme_namespace_rig import WAYS, both_ways, buffer, operations
-from tests.nvme_rig import MIB, Rig, bytes_of, filled, host_memory, on_drive, works
+from tests.nvme_rig import MIB, Rig, filled, host_memory, on_drive, works
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Copy, Read
 from tierloop.devices.drivers.nvme_commands import DATASET, WRITE_ZEROES
 from tierloop.devices.errors import ConfigurationError

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.nvme_namespace_rig import both_ways, buffer
-from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, filled, on_drive, works
+from tests.nvme_rig import MIB, SHORT_S, Rig, filled, on_drive, works
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Flush, Read, Write
 from tierloop.devices.drivers.nvme_commands import GET_LOG, READ, WRITE
 from tierloop.devices.errors import (

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.nvme_regions_rig import PAGE, PAGES, Regions
-from tests.nvme_rig import bytes_of, on_drive
+from tests.nvme_rig import on_drive
+from tests.seeded import bytes_of
 from tierloop.devices.drivers.nvme_commands import FLUSH, READ, WRITE
 from tierloop.devices.regions import Region
 from tierloop.emulators.kernel_nvme import nvme_machine

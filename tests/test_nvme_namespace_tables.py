@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.nvme_namespace_rig import buffer, operations
-from tests.nvme_rig import MIB, Rig, bytes_of, on_drive, on_fake
+from tests.nvme_rig import MIB, Rig, on_drive, on_fake
 from tests.nvme_tables import controller_table, namespace_table
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Write
 from tierloop.devices.drivers.nvme import probe
 from tierloop.devices.drivers.nvme_commands import ADMIN_COMMAND, IDENTIFY, IO_COMMAND, PAYLOAD, WRITE_ZEROES

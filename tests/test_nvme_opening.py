@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, SHORT_S, Rig, bytes_of, on_drive, on_fake, on_file
+from tests.nvme_rig import MIB, SHORT_S, Rig, on_drive, on_fake, on_file
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import VirtualClock
 from tierloop.devices.commands import Read
 from tierloop.devices.drivers.nvme import nvme_drives, open_nvme, probe

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import MIB, bytes_of, on_drive, on_fake, on_file
+from tests.nvme_rig import MIB, on_drive, on_fake, on_file
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Read, Write
 from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import Target

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import bytes_of, host_memory, on_fake, on_file
+from tests.nvme_rig import host_memory, on_fake, on_file
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Copy, Read
 from tierloop.devices.drivers.page_cache import PAGE, PageCache
 from tierloop.devices.regions import Segment

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fake_system import FakeSystem
-from tests.nvme_rig import Rig, bytes_of, host_memory, on_drive
+from tests.nvme_rig import Rig, host_memory, on_drive
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Copy, Read
 from tierloop.devices.drivers.engines import Target
 from tierloop.devices.drivers.registered import Registrations

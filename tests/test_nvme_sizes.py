@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.nvme_rig import MIB, Rig, bytes_of, on_drive, on_fake, on_file
+from tests.nvme_rig import MIB, Rig, on_drive, on_fake, on_file
+from tests.seeded import bytes_of
 from tierloop.devices.drivers.nvme import open_nvme, probe
 from tierloop.devices.errors import ConfigurationError, OutOfRange
 

@@ -6,7 +6,8 @@ import errno
 
 import pytest
 
-from tests.nvme_rig import bytes_of, on_drive, on_fake
+from tests.nvme_rig import on_drive, on_fake
+from tests.seeded import bytes_of
 from tierloop.devices.commands import Read
 from tierloop.devices.drivers.nvme_status import error_of, name_of
 from tierloop.devices.errors import Busy, DeviceError, Gone, MediaError, NoPermission, OutOfMemory, Timeout

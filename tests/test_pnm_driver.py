@@ -13,6 +13,7 @@ from tests.launches import room
 from tests.pnm_rig import LAUNCHES, MIB, TRANSFERS, Rig, card_of
 from tierloop.devices import conformance
 from tierloop.devices.commands import Command, Copy, Flush, Launch, Read, Write
+from tierloop.devices.conformance.launches import gather
 from tierloop.devices.drivers import pnm
 from tierloop.devices.drivers.pnm import open_pnm
 from tierloop.devices.drivers.pnm_steps import Planner, Steps
@@ -30,10 +31,6 @@ def rig() -> Iterator[Rig]:
     made = Rig()
     yield made
     made.close()
-
-
-def gather(source: Region, target: Region) -> Launch:
-    return Launch(Gather(), ((source.all(),),), ((target.all(),),))
 
 
 def noise(nbytes: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

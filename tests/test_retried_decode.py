@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tests.decoding import Decoded, decode
 from tests.tiny import tiny_model, tiny_workload
-from tierloop.runtime.results import Comparison, DeviceUse, PolicyResult, tried_again
+from tierloop.runtime.results import Comparison, DeviceUse, PolicyResult
 from tierloop.runtime.served import ServingResult
 from tierloop.tools.serving_table import serving_remarks
-from tierloop.tools.table import remarks
+from tierloop.tools.table import remarks, use_remarks
 
 MODEL = tiny_model()
 PROMPT = tiny_workload(97).token_ids
@@ -76,12 +76,21 @@ def test_each_policy_recovers_on_every_device_that_it_uses(policy: str) -> None:
     for name, use in got.devices.items():
         moved = use.bytes_read + use.bytes_written
         assert use.commands < 10 or not moved or use.recovered > 0, f"nothing was recovered on {name}"
-    assert len(tried_again(got.devices)) == sum(use.retries > 0 for use in got.devices.values())
+    assert len(use_remarks(got.devices)) == sum(use.retries > 0 for use in got.devices.values())
 
 
-def test_a_comparison_and_a_serving_run_say_what_was_tried_again() -> None:
-    devices = {"emu:gpu": DeviceUse(commands=9, retries=1_234, recovered=7), "emu:dram": DeviceUse(commands=9)}
-    said = "all-gpu: emu:gpu: commands were tried again 1,234 times after a failure, and 7 recovered"
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (
+            DeviceUse(commands=9, retries=1_234, recovered=7),
+            "commands were tried again 1,234 times after a failure, and 7 recovered",
+        ),
+        (DeviceUse(commands=9, cached_bytes=900), "900 B were read from the page cache, not from the medium"),
+    ],
+)
+def test_a_comparison_and_a_serving_run_say_what_numbers_of_devices_do_not(use: DeviceUse, said: str) -> None:
+    devices = {"emu:gpu": use, "emu:dram": DeviceUse(commands=9)}
     result = PolicyResult("all-gpu", devices=devices, equal_to_dense=True)
-    assert remarks(Comparison("small", "virtual", "tiny", 97, (result,))) == [said]
-    assert serving_remarks([ServingResult("all-gpu", devices=devices)]) == [said]
+    assert remarks(Comparison("small", "virtual", "tiny", 97, (result,))) == [f"all-gpu: emu:gpu: {said}"]
+    assert serving_remarks([ServingResult("all-gpu", devices=devices)]) == [f"all-gpu: emu:gpu: {said}"]

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tests.broken_devices import CallsItselfReal
 from tests.cxl_rig import file_of, pair
 from tests.machines import write_machine
-from tests.nvme_rig import MIB, Rig, bytes_of, on_drive, on_fake
+from tests.nvme_rig import MIB, Rig, on_drive, on_fake
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Write
 from tierloop.devices.completion import Completion

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.machines import FAR, PROFILES, duration, finish, open_machine
-from tests.nvme_rig import MIB, bytes_of
+from tests.nvme_rig import MIB
+from tests.seeded import bytes_of
 from tierloop.devices.clocks import WallClock
 from tierloop.devices.commands import Copy
 from tierloop.devices.completion import Completion

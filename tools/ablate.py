@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID, Asked, escaped
+from tierloop.tools.comparing import Asked, escaped
 from tierloop.tools.console import progress, results, say
+from tierloop.tools.exits import end
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `tierloop --help` needs none of it
     from tierloop.devices.platform import Platform
@@ -62,14 +63,7 @@ def ablate(
         found = _ablate(system, asked, repeats, given, mechanism or ())
         shown.json(found.to_json())
         shown.show(table(found), effects_table(found), *(escaped(line) for line in remarks(found)))
-    for failure in found.failures:
-        say(f"FAILED: {failure}")
-    if found.failures:
-        raise typer.Exit(FAILED)
-    for reason in found.invalid:
-        say(f"INVALID: {reason}")
-    if found.invalid:
-        raise typer.Exit(INVALID)
+    end(found.failures, found.invalid)
 
 
 def _ablate(system: str, asked: Asked, repeats: int, given: dict[str, object], mechanisms: Sequence[str]) -> Ablation:

@@ -13,8 +13,9 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.platform import Platform
 from tierloop.runtime.manifest import manifest
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, escaped
+from tierloop.tools.comparing import escaped
 from tierloop.tools.console import progress, results, say
+from tierloop.tools.exits import end
 
 if TYPE_CHECKING:  # torch takes seconds to import, and `tierloop --help` needs none of it
     from tierloop.runtime.accuracy import Accuracy, Row
@@ -92,10 +93,7 @@ def accuracy(
         config = {**asdict(asked), "model": model, "platform": platform}
         shown.json({**measured.to_json(), "manifest": manifest(config, opened, seed)})
         shown.show(_table(measured), *(escaped(line) for line in _remarks(measured)))
-    if measured.failures:
-        for failure in measured.failures:
-            say(f"FAILED: {failure}")
-        raise typer.Exit(FAILED)
+    end(measured.failures)
 
 
 def subject_of(model: str, cache: options.Cache) -> Subject:

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, escaped
+from tierloop.tools.comparing import escaped
 from tierloop.tools.console import results, say
+from tierloop.tools.exits import FAILED
 
 if TYPE_CHECKING:
     from tierloop.devices.platform import Platform

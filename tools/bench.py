@@ -31,8 +31,8 @@ from tierloop.tools import options
 from tierloop.tools.bench_policies import PLATFORM, SHARE_LIMIT, WINDOW_LIMIT, policy_costs
 from tierloop.tools.bench_serving import SHARE_LIMIT as SERVING_LIMIT
 from tierloop.tools.bench_serving import serving_cost
-from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import progress, results, say
+from tierloop.tools.exits import FAILED
 
 if TYPE_CHECKING:
     from tierloop.runtime.compare import PolicyRequest

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import progress, results, say
+from tierloop.tools.exits import FAILED
 
 if TYPE_CHECKING:
     from tierloop.tools.bench_data import Sizes

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID
 from tierloop.tools.console import Results, results, say
+from tierloop.tools.exits import FAILED, INVALID
 
 if TYPE_CHECKING:
     from tierloop.tools.bench_devices_measure import DeviceFigure

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID
 from tierloop.tools.console import Results, progress, results, say
+from tierloop.tools.exits import FAILED, INVALID
 
 if TYPE_CHECKING:
     from tierloop.tools.bench_emulation_report import EmulationReport

@@ -13,13 +13,12 @@ from rich.text import Text
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
 from tierloop.tools.console import Results, progress, results, say
+from tierloop.tools.exits import INVALID, end
 from tierloop.tools.output import prepare_file, write_files
 from tierloop.tools.scratch import Scratch
 
 if TYPE_CHECKING:
     from tierloop.tools.calibration import Calibration
-
-FAILED, INVALID = 1, 3
 
 
 def calibrate(
@@ -75,8 +74,7 @@ def calibrate(
     if not found.enough:
         raise typer.Exit(INVALID)
     if not found.described:
-        say(f"FAILED: the model is off by {found.fit.mean_error:.0%} in the mean: no such profile describes {device}")
-        raise typer.Exit(FAILED)
+        end([f"the model is off by {found.fit.mean_error:.0%} in the mean: no such profile describes {device}"])
 
 
 def machine() -> str:

@@ -49,6 +49,7 @@ from tierloop.tools.compare import compare
 from tierloop.tools.conformance import conformance
 from tierloop.tools.demo import demo
 from tierloop.tools.doctor import doctor
+from tierloop.tools.exits import FAILED, GOOD, WRONG_INPUT
 from tierloop.tools.guest.cli import guest
 from tierloop.tools.k_min import k_min
 from tierloop.tools.listing import listing
@@ -60,8 +61,6 @@ from tierloop.tools.serve_bench import serve_bench
 from tierloop.tools.tune import tune
 from tierloop.tools.verify import verify
 from tierloop.tools.window_sizes import window_sizes
-
-GOOD, FAILED, WRONG_INPUT, INVALID = 0, 1, 2, 3
 
 app = typer.Typer(
     name="tierloop",

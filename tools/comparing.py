@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.kernels.contract import DTYPES
 from tierloop.devices.platform import Platform
@@ -18,6 +16,7 @@ from tierloop.runtime.results import Comparison
 from tierloop.runtime.trace import TraceRecorder
 from tierloop.tools import options
 from tierloop.tools.console import Results, progress, say
+from tierloop.tools.exits import end
 from tierloop.tools.output import OutputError, place_named_twice, prepare_file, write_files
 from tierloop.tools.report import report
 from tierloop.tools.table import policies_table, remarks, use_table
@@ -27,8 +26,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and `tierloop --help` needs 
     from tierloop.runtime.models import Model
     from tierloop.runtime.selection import SelectionRecord
     from tierloop.runtime.workloads import Workload
-
-FAILED, INVALID = 1, 3
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ class Asked:
 
     def try_out(self) -> None:
         """Open the platform, test what is real of it, and close it. Raises ConfigurationError or a DeviceError."""
-        with self.open() as platform:
-            try_platform(platform, self.self_test)
+        try_out(self.open(), self.self_test)
 
     def load(self) -> tuple[Model, Workload]:
         """The model and the prompt. Raises ModelError or WorkloadError."""
@@ -136,15 +132,16 @@ def compare_policies(
     return asked.described(comparison, opened[-1], policies)
 
 
-def try_platform(platform: Platform, self_test: bool) -> None:
-    """Of a platform that is closed again: test its real tiers, say on stderr what could not be tested, record nothing.
+def try_out(platform: Platform, self_test: bool) -> None:
+    """Test the real tiers of a platform, say on stderr what could not be tested, and close it; nothing is recorded.
 
-    Raises a DeviceError.
+    Without `self_test` it was only opened, which says that it can be. Raises a DeviceError.
     """
-    for tested in start_up_test(platform) if self_test else ():
-        if tested.remark:
-            say(f"self-test: {tested.memory}: {tested.remark}")
-    forget(platform)
+    with platform:
+        for tested in start_up_test(platform) if self_test else ():
+            if tested.remark:
+                say(f"self-test: {tested.memory}: {tested.remark}")
+        forget(platform)
 
 
 def prepare_files(*files: Path | None) -> None:
@@ -186,12 +183,4 @@ def escaped(text: str) -> Any:
 
 def verdict(failures: Sequence[str], comparisons: Sequence[Comparison]) -> None:
     """End with exit code 1 if a check failed, 3 if a run was invalid. Raises typer.Exit."""
-    if failures:
-        for failure in failures:
-            say(f"FAILED: {failure}")
-        raise typer.Exit(FAILED)
-    invalid = [f"{c.platform}: {r.policy}: {r.invalid[0]}" for c in comparisons for r in c.policies if r.invalid]
-    if invalid:
-        for reason in invalid:
-            say(f"INVALID: {reason}")
-        raise typer.Exit(INVALID)
+    end(failures, [f"{c.platform}: {r.policy}: {r.invalid[0]}" for c in comparisons for r in c.policies if r.invalid])

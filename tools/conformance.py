@@ -16,8 +16,8 @@ from rich.text import Text
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED
 from tierloop.tools.console import results, say
+from tierloop.tools.exits import FAILED
 from tierloop.tools.scratch import Scratch
 from tierloop.tools.table import amount
 

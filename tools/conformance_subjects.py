@@ -6,12 +6,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierloop.devices.errors import ConfigurationError, nearest
 from tierloop.devices.site import Site
+from tierloop.devices.system import HOST
 from tierloop.tools.scratch import check_media, check_platform_media, check_scratch
 
 if TYPE_CHECKING:
@@ -175,13 +176,19 @@ def _file(subject: str, path: Path, scratch: bool) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _blank_again(path: Path) -> Iterator[None]:
-    """A file of zeros has as many zeros afterwards, whatever was closed before it was freed."""
-    nbytes = path.stat().st_size
+    """A file of zeros has as many zeros afterwards, whatever was closed before it was freed.
+
+    Not if somebody else has it by then: the suite was refused it, and what it holds is not the suite's.
+    """
+    nbytes = path.stat().st_size if path.is_file() else 0
     try:
         yield
     finally:
-        os.truncate(path, 0)
-        os.truncate(path, nbytes)
+        if nbytes:
+            with path.open("r+b") as file, suppress(BlockingIOError):
+                HOST.lock(file.fileno())
+                os.truncate(file.fileno(), 0)
+                os.truncate(file.fileno(), nbytes)
 
 
 def _number(subject: str, text: str) -> int:

@@ -13,6 +13,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.system import HOST
 from tierloop.tools import options
 from tierloop.tools.console import Results, results, say
+from tierloop.tools.exits import end
 from tierloop.tools.output import OutputError, prepare_file, write_files
 from tierloop.tools.table import amount
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tierloop.devices.self_test import Tested
     from tierloop.tools.found import Found
 
-FAILED = 1
 WALL_PLATFORM = "demo-wall"
 
 
@@ -90,11 +90,7 @@ def doctor(
         gpus = [device.name for device in found if device.driver == "gpu" and device.usable]
         write_files({write_platform: platform_text(HOST, gpus)})
         say(f"{write_platform}: written; `tierloop run --platform {write_platform}` uses it")
-    failed = [each.error for each in tested if each.error is not None]
-    if failed:
-        for error in failed:
-            say(f"FAILED: {error}")
-        raise typer.Exit(FAILED)
+    end(each.error for each in tested if each.error is not None)
     refused = [device for device in found if path and device.name in map(str, path) and not device.usable]
     if refused:
         raise ConfigurationError("; ".join(f"{device.name}: {'; '.join(device.reasons)}" for device in refused))

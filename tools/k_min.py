@@ -13,8 +13,9 @@ from tierloop.devices.platform import Platform
 from tierloop.runtime.manifest import manifest
 from tierloop.tools import options
 from tierloop.tools.accuracy import PLATFORM, Cases, SubjectName, Tasks, subject_of
-from tierloop.tools.comparing import FAILED, escaped
-from tierloop.tools.console import progress, results, say
+from tierloop.tools.comparing import escaped
+from tierloop.tools.console import progress, results
+from tierloop.tools.exits import end
 
 
 def k_min(
@@ -66,5 +67,4 @@ def k_min(
         least = "none" if found.k_min is None else f"{found.k_min:,}"
         shown.show(table, escaped(f"K_min {least}: within {tolerance:g} of dense attention, {found.dense_score:.3f}"))
     if found.k_min is None:
-        say(f"FAILED: {found.reason}")
-        raise typer.Exit(FAILED)
+        end([found.reason])

@@ -26,13 +26,13 @@ from tierloop.runtime.model_shapes import (
     cache_shape,
     find_model,
 )
-from tierloop.runtime.results import PolicyResult, tried_again
+from tierloop.runtime.results import PolicyResult
 from tierloop.runtime.score_trace import ScoreTraceModel
 from tierloop.runtime.selection import ReplayedSelection, SelectionRecord
 from tierloop.runtime.stages import Stages
 from tierloop.tools import options
 from tierloop.tools.console import results
-from tierloop.tools.table import USE, rate, share, use_rows
+from tierloop.tools.table import USE, rate, share, use_remarks, use_rows
 
 MODEL, POLICY, CONTEXT, STEPS, DTYPE = "llama-3-8b", "split-all", 131_072, 4, "bfloat16"
 LOCALITY = "smollm2-135m"
@@ -229,7 +229,7 @@ def _tables(config: dict[str, Any], result: PolicyResult) -> Sequence[Table | Te
         use.add_column(heading, justify="left" if heading == USE[0] else "right")
     for row in use_rows(result):
         use.add_row(*(Text(cell) for cell in row))
-    notes = [Text(note) for note in (*result.notes, *tried_again(result.devices))]
+    notes = [Text(note) for note in (*result.notes, *use_remarks(result.devices))]
     if result.guesses:
         notes.append(Text(f"constants that are assumed or unknown: {len(result.guesses)}; the JSON names them"))
     return [steps, stages, use, Text(f"selection: {config['selection']}"), *notes]

@@ -11,12 +11,11 @@ from rich.table import Table as Shown
 from rich.text import Text
 
 from tierloop.tools import options
-from tierloop.tools.console import progress, results, say
+from tierloop.tools.console import progress, results
+from tierloop.tools.exits import end
 
 if TYPE_CHECKING:  # what is reproduced takes a second to import, and `tierloop --help` needs none of it
     from tierloop.runtime.reproduction import Check, Table
-
-FAILED = 1
 
 
 def reproduce(
@@ -75,12 +74,12 @@ def reproduce(
         shown.show(_checks(system, hashed, checks), *_reasons(checks))
         for table in tables:
             shown.show(_table(table), *(Text(note) for note in table.notes))
-    failed = [each for each in checks if each.passed is False]
-    for each in failed:
-        assert each.shown is not None, "a check that failed has claims"
-        say(f"FAILED: {each.id}: {each.shown.paper}: {_number(each.shown.got)}")
-    if failed:
-        raise typer.Exit(FAILED)
+    failures = []
+    for each in checks:
+        if each.passed is False:
+            assert each.shown is not None, "a check that failed has claims"
+            failures.append(f"{each.id}: {each.shown.paper}: {_number(each.shown.got)}")
+    end(failures)
 
 
 def _checks(system: str, hashed: str, checks: list[Check]) -> Shown:

@@ -13,8 +13,9 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.runtime.served import Limits, ServingResult
 from tierloop.runtime.tier_writes import unreached
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID, escaped, prepare_files, try_platform
+from tierloop.tools.comparing import escaped, prepare_files, try_out
 from tierloop.tools.console import progress, results, say
+from tierloop.tools.exits import end
 from tierloop.tools.output import write_files
 from tierloop.tools.serving_table import serving_remarks, serving_tables
 from tierloop.tools.serving_workload import PHANTOM, REAL, Traffic, described
@@ -149,7 +150,8 @@ def serve_bench(
     """Serve requests that arrive over time: continuous batching, under one or several policies.
 
     Without --real these are shapes of any model on the virtual clock; with it a model on real bytes.
-    Exit codes: 0 good, 1 a request failed, 2 the input was wrong or no policy fits, 3 the run was invalid.
+    Exit codes: 0 good, 1 a request failed or nothing reached a tier, 2 the input was wrong or no policy fits, 3 the run
+    was invalid.
     """
     from tierloop.runtime.arrival_trace import text_of
     from tierloop.runtime.compare import PolicyRequest
@@ -245,8 +247,7 @@ class _Asked:
             check_options(kind, policy.options)
             if not kind.serves:
                 raise ConfigurationError(f"policy {kind.name} cannot serve: it takes no prompts in steps of tokens")
-        with self.open() as platform:
-            try_platform(platform, self.self_test)
+        try_out(self.open(), self.self_test)
 
     def open(self) -> Platform:
         """A fresh platform. Raises ConfigurationError or a DeviceError."""
@@ -334,16 +335,10 @@ def _real(
 
 def _verdict(served: list[ServingResult]) -> None:
     """End with exit code 1 if a request failed or nothing reached a tier, 3 if a run was invalid. Raises typer.Exit."""
-    failed = [result for result in served if result.failures]
-    for result in failed:
-        say(f"FAILED: {result.policy}: {len(result.failures)} of {len(result.requests)} requests were not served")
-    empty = [f"{result.policy}: {each}" for result in served for each in unreached(result.tiers)]
-    for each in empty:
-        say(f"FAILED: {each}")
-    if failed or empty:
-        raise typer.Exit(FAILED)
-    invalid = [result for result in served if result.invalid]
-    for result in invalid:
-        say(f"INVALID: {result.policy}: {result.invalid[0]}")
-    if invalid:
-        raise typer.Exit(INVALID)
+    failures = [
+        f"{result.policy}: {len(result.failures)} of {len(result.requests)} requests were not served"
+        for result in served
+        if result.failures
+    ]
+    failures += [f"{result.policy}: {each}" for result in served for each in unreached(result.tiers)]
+    end(failures, [f"{result.policy}: {result.invalid[0]}" for result in served if result.invalid])

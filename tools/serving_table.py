@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from tierloop.runtime.results import tried_again
 from tierloop.runtime.served import Limits, ServingResult
 from tierloop.runtime.spread import Spread
+from tierloop.tools.table import use_remarks
 
 MOST_REASONS = 5
 """Requests whose failure is told, for each policy; the JSON has all of them."""
@@ -48,7 +48,7 @@ def serving_remarks(results: Sequence[ServingResult]) -> list[str]:
     ]
     for result in ran:
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
-        lines += [f"{result.policy}: {line}" for line in tried_again(result.devices)]
+        lines += [f"{result.policy}: {line}" for line in use_remarks(result.devices)]
         told = list(result.failures.items())[:MOST_REASONS]
         lines += [f"{result.policy}: {name} failed: {reason}" for name, reason in told]
         if len(result.failures) > len(told):

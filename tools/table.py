@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.table import Table
 from rich.text import Text
 
-from tierloop.runtime.results import Comparison, PolicyResult, tried_again
+from tierloop.runtime.results import Comparison, DeviceUse, PolicyResult
 
 _TEXT = 48
 """Characters of an answer that the table shows; the report and the JSON hold all of it."""
@@ -82,19 +84,28 @@ def use_table(comparison: Comparison) -> Table:
     return table
 
 
+def use_remarks(devices: Mapping[str, DeviceUse]) -> list[str]:
+    """What the numbers of a device do not mean by themselves: bytes of a page cache, and commands tried again."""
+    lines = []
+    for name, use in devices.items():
+        if use.cached_bytes:
+            lines.append(f"{name}: {amount(use.cached_bytes)} were read from the page cache, not from the medium")
+        if use.retries:
+            lines.append(
+                f"{name}: commands were tried again {use.retries:,} times after a failure, and {use.recovered:,} "
+                "recovered"
+            )
+    return lines
+
+
 def remarks(comparison: Comparison) -> list[str]:
     """What a reader must know beside the numbers: notes, guesses, and why a run is invalid or a check failed."""
     ran = [result for result in comparison.policies if result.refused is None]
     shared = [note for note in (ran[0].notes if ran else ()) if all(note in result.notes for result in ran)]
     lines = list(shared)
     for result in ran:
-        lines += [
-            f"{result.policy}: {name}: {amount(use.cached_bytes)} were read from the page cache, not from the medium"
-            for name, use in result.devices.items()
-            if use.cached_bytes
-        ]
         lines += [f"{result.policy}: {note}" for note in result.notes if note not in shared]
-        lines += [f"{result.policy}: {line}" for line in tried_again(result.devices)]
+        lines += [f"{result.policy}: {line}" for line in use_remarks(result.devices)]
         if result.clipped_keys:
             lines.append(
                 f"{result.policy}: elements of later keys beyond the range of {comparison.kv_dtype} that the prompt "

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID
 from tierloop.tools.console import Results, progress, results, say
+from tierloop.tools.exits import end
 from tierloop.tools.output import prepare_file, write_files
 from tierloop.tools.scratch import Scratch
 
@@ -65,12 +65,8 @@ def verify(
         shown.json(found.to_json())
         _show(shown, found)
     if found.coverage < COVERAGE:
-        say(f"INVALID: {found.coverage:.0%} of the points count; at least {COVERAGE:.0%} have to")
-        raise typer.Exit(INVALID)
-    for failure in found.failures:
-        say(f"FAILED: {failure}")
-    if found.failures:
-        raise typer.Exit(FAILED)
+        end((), [f"{found.coverage:.0%} of the points count; at least {COVERAGE:.0%} have to"])
+    end(found.failures)
 
 
 def _show(shown: Results, found: Verification) -> None:

@@ -12,11 +12,16 @@ from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.problems import Int64, Problem
 from tierloop.devices.conformance.subject import Bytes, Lane, Subject
 from tierloop.devices.info import Arithmetic, MemoryInfo
-from tierloop.devices.kernels.contract import ITEMSIZE, Combine, KernelArgs, Logits, Merge, value_nbytes
+from tierloop.devices.kernels.contract import ITEMSIZE, Combine, Gather, KernelArgs, Logits, Merge, value_nbytes
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.spans import Spans
 
 Float32 = NDArray[np.float32]
+
+
+def gather(source: Region, target: Region) -> Launch:
+    """A kernel that copies a region into one of the same size."""
+    return Launch(Gather(), ((source.all(),),), ((target.all(),),))
 
 
 class Bench:

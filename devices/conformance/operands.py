@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tierloop.devices.commands import Launch
+from tierloop.devices.conformance.launches import gather
 from tierloop.devices.conformance.subject import Lane, Subject, expect, refused
 from tierloop.devices.errors import Busy, OutOfRange, Unsupported
 from tierloop.devices.info import MemoryInfo
-from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
 
 _NBYTES = 256
@@ -25,9 +24,9 @@ def check_operands_that_nobody_has_are_refused(subject: Subject) -> None:
         foreign = Region(mine.device, mine.memory, mine.id, _NBYTES)
         for what, other in (("was freed", freed), ("nobody allocated", foreign)):
             with refused(f"gather on {lane} from a region that {what}", OutOfRange, Unsupported):
-                lane.submit(_gather(other, mine))
+                lane.submit(gather(other, mine))
             with refused(f"gather on {lane} to a region that {what}", OutOfRange, Unsupported):
-                lane.submit(_gather(mine, other))
+                lane.submit(gather(mine, other))
         expect((subject.read(mine.all()) == 7).all(), f"a refused launch changed a region of {memory.name}")
     if subject.info.memories:
         subject.works()
@@ -39,7 +38,7 @@ def check_operands_in_use_are_not_freed(subject: Subject) -> None:
         source, target = subject.alloc(_NBYTES, memory), subject.alloc(_NBYTES, memory)
         subject.write(source.all(), np.full(_NBYTES, 7, dtype=np.uint8))
         gate = subject.gate()
-        held = lane.submit(_gather(source, target), after=[gate.completion])
+        held = lane.submit(gather(source, target), after=[gate.completion])
         for what, region in (("read", source), ("write", target)):
             with refused(f"freeing a region of {memory.name} that a launch will {what}", Busy):
                 subject.platform.free(region)
@@ -54,7 +53,3 @@ def _gathering(subject: Subject) -> Iterator[tuple[Lane, MemoryInfo]]:
     """Each executor that gathers, with a memory for its operands; skips the check if there is none."""
     for lane in subject.kernel_lanes("gather"):
         yield lane, subject.operand_memories(lane)[0]
-
-
-def _gather(source: Region, target: Region) -> Launch:
-    return Launch(Gather(), ((source.all(),),), ((target.all(),),))

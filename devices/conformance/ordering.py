@@ -12,10 +12,10 @@ import numpy as np
 
 from tierloop.devices.commands import Copy, Flush, Launch, Read, Write, verb
 from tierloop.devices.completion import Completion
+from tierloop.devices.conformance.launches import gather
 from tierloop.devices.conformance.subject import Lane, Skip, Subject, copies, expect
 from tierloop.devices.errors import Cancelled, MediaError
 from tierloop.devices.info import MemoryInfo
-from tierloop.devices.kernels.contract import Gather
 from tierloop.devices.regions import Region
 
 
@@ -179,7 +179,7 @@ def check_launches_are_ordered_like_transfers(subject: Subject) -> None:
     writer = writers[0]
     source, target, other = (_filled(subject, memory, value, 4096) for value in (1, 3, 3))
     gate = subject.gate()
-    held = lane.submit(_gather(source, target), after=[gate.completion])
+    held = lane.submit(gather(source, target), after=[gate.completion])
     with subject.hazards_allowed():
         expect((subject.read(target.all(), writer) == 3).all(), "a held launch had an effect")
     gate.open()
@@ -188,8 +188,8 @@ def check_launches_are_ordered_like_transfers(subject: Subject) -> None:
     gate = subject.gate()
     written = writer.submit(Write(source.all(), _pattern(source, 2)), after=[gate.completion])
     with subject.hazards_allowed():
-        subject.run(lane, _gather(source, target))
-    late = lane.submit(_gather(source, other), after=[_visible(writer, source, written)])
+        subject.run(lane, gather(source, target))
+    late = lane.submit(gather(source, other), after=[_visible(writer, source, written)])
     subject.pass_time()
     expect(not late.done, "a launch ended before the write that it comes after")
     gate.open()
@@ -240,7 +240,7 @@ def check_copies_and_launches_show_nothing_before_they_end(subject: Subject) -> 
     ways += [(lane, _copy) for lane in copies(subject, memory.name, memory.name)[:1]]
     if memory.alignment <= 4:
         gathering = [lane for lane in subject.lanes(memory.name) if "gather" in lane.executor.kernels]
-        ways += [(lane, _gather) for lane in gathering[:1]]
+        ways += [(lane, gather) for lane in gathering[:1]]
     for lane, command in ways:
         readers = [
             r for r in subject.lanes(memory.name, "read", "write") if (r.device, r.queue) != (lane.device, lane.queue)
@@ -262,10 +262,6 @@ def check_copies_and_launches_show_nothing_before_they_end(subject: Subject) -> 
 
 def _copy(source: Region, target: Region) -> Copy:
     return Copy(source.all(), target.all())
-
-
-def _gather(source: Region, target: Region) -> Launch:
-    return Launch(Gather(), ((source.all(),),), ((target.all(),),))
 
 
 def check_a_host_buffer_passes_bytes_on(subject: Subject) -> None:

@@ -55,7 +55,6 @@ from tierloop.devices.drivers.cxl_flush import Flushes
 from tierloop.devices.drivers.cxl_rates import stated_paths
 from tierloop.devices.drivers.estimates import Costs
 from tierloop.devices.drivers.failures import as_device_error, start_thread
-from tierloop.devices.drivers.numa import PAGE as PAGE
 from tierloop.devices.drivers.numa_mapping import run_on
 from tierloop.devices.drivers.numa_tiering import tiering
 from tierloop.devices.drivers.numa_topology import shown
@@ -69,6 +68,7 @@ from tierloop.devices.queues import QueueSet
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System
+from tierloop.devices.threads import let_in
 
 DEPTH = 4096
 """Commands that one queue holds."""
@@ -211,7 +211,7 @@ class Cpu:
         self._lines[queue].put(completion)
 
     def _serve(self, line: SimpleQueue[Completion | None]) -> None:
-        guard.let_in()
+        let_in()
         with suppress(OSError):  # the cores were taken away from the process since it was opened
             run_on(self._system, self._options.cores)
         while True:

@@ -59,6 +59,7 @@ from tierloop.devices.placement import Placement, Placements, memory_nodes
 from tierloop.devices.regions import Region
 from tierloop.devices.site import Site
 from tierloop.devices.system import HOST, System, from_os
+from tierloop.devices.threads import let_in
 
 _MADV_DONTNEED = 4
 
@@ -210,7 +211,7 @@ class CxlDevice:
 
     def _zero(self, offset: int, piece: NDArray[np.uint8]) -> None:
         address, backing = piece.ctypes.data, self._backing
-        guard.let_in()  # it may be any thread of the caller's
+        let_in()  # it may be any thread of the caller's
         zeroed = False
         if backing.node is not None:
             try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tierloop.devices.drivers.guard import PAGE
 from tierloop.devices.drivers.numa import HIGHEST_NODE
-from tierloop.devices.drivers.options import integer, refuse_unknown
+from tierloop.devices.drivers.options import A_PATH, integer, is_path, refuse_unknown
 from tierloop.devices.errors import ConfigurationError
 
 _MOST = 1 << 62
@@ -50,13 +50,11 @@ class Options:
             )
         for key in ("path", "folder"):
             value = options.get(key, ".")
-            if not isinstance(value, str) or not value or "\0" in value:
-                raise ConfigurationError(f"{device}: {key} = {value!r}; allowed: a path that is not empty")
+            if not is_path(value):
+                raise ConfigurationError(f"{device}: {key} = {value!r}: {A_PATH}")
         for key in ("node", "serial", "capacity", *_RATES):
             if key in options:
-                integer(device, options, key, 0, PAGE if key == "capacity" else 0)
-                if options[key] > (most := _LARGEST.get(key, _MOST)):
-                    raise ConfigurationError(f"{device}: {key} = {options[key]}; it is too large: at most {most}")
+                integer(device, options, key, 0, PAGE if key == "capacity" else 0, _LARGEST.get(key, _MOST))
         if options.get("capacity", 0) % PAGE:
             raise ConfigurationError(f"{device}: capacity = {options['capacity']}; allowed: a multiple of {PAGE}")
         made = cls(**options)

@@ -11,30 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from tierloop.devices.threads import begin
+
 _LOOKS = 8
 """How often progress is looked at within a deadline: what stops right after a look is noticed an eighth later."""
 
 
 class Stuck(Exception):
     """The call did not come back in time. It may still move bytes: nothing it was given may be used again."""
-
-
-class NoThread(Exception):
-    """No further thread may be started. Python says only that it could not."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "no further thread can be started: `ulimit -u`, pids.max of the cgroup, or memory for its stack "
-            "(`ulimit -v`) forbid it"
-        )
-
-
-def begin(thread: threading.Thread) -> None:
-    """Start a thread. Raises NoThread."""
-    try:
-        thread.start()
-    except (RuntimeError, MemoryError) as error:
-        raise NoThread from error
 
 
 def within(deadline_s: float, call: Callable[[], object], progress: Callable[[], int] = lambda: 0) -> None:

@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
-from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
+from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.failures import threadless
 from tierloop.devices.drivers.kernel_texts import text_in
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Gone, ProtocolError
 from tierloop.devices.regions import Region
 from tierloop.devices.system import System, from_os
+from tierloop.devices.threads import NoThread
 
 LARGEST_TRANSFER = 512 * 1024
 """Bytes per transfer. Larger vectored reads were seen to fail with EAGAIN after a part was moved (liburing #766)."""

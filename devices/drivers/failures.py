@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import threading
 
-from tierloop.devices.drivers.deadlines import NoThread, begin
 from tierloop.devices.errors import DeviceError, OutOfMemory, OutOfRange, ProtocolError
 from tierloop.devices.system import from_os
+from tierloop.devices.threads import NoThread, begin
 
 
 def as_device_error(device: str, op: str, error: BaseException) -> DeviceError:

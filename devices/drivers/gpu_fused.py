@@ -64,6 +64,8 @@ class Fused:
 
     kernel: FusedKernel
     anywhere: bool
+    dtypes = frozenset(DTYPES)
+    """Types of rows."""
     launches: int = 0
     """How many times it ran for commands."""
 

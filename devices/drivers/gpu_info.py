@@ -99,8 +99,7 @@ def describe(
 def _arithmetic(options: Options, fused: Fused | None) -> Arithmetic:
     if fused is None:
         return Arithmetic(MICROKERNEL, cut_invariant=False)
-    kinds = frozenset({"float16", "bfloat16"})
-    return Arithmetic(f"{MICROKERNEL}+{options.attention}", cut_invariant=False, fused=kinds)
+    return Arithmetic(f"{MICROKERNEL}+{options.attention}", cut_invariant=False, fused=fused.dtypes)
 
 
 def _attention(fused: Fused | None) -> str:

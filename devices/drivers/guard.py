@@ -17,7 +17,7 @@ that touched it runs on. What it computed is worth nothing, and `check` says so.
   It is installed once, over what was there; who takes the signal away later finds it taken back at the next `guarded`.
 - The answer is machine code (guard_signal.py) that needs no interpreter, no lock and no allocation.
 - Threads that touch guarded memory let the signal in: where it is blocked, Linux ends the process whoever answers. The
-  thread that calls `guarded` does so there, every worker of a driver as it begins, and whoever zeroes (`let_in`).
+  thread that calls `guarded` does so there, every worker of a driver as it begins, and whoever zeroes (threads.py).
 
 A system call that is handed a lost page (read, write, io_uring) gets EFAULT or EIO from the kernel, and no signal.
 Linux with 64 bits only: where siginfo keeps its address.
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Command, Read, Write, segments, verb
 from tierloop.devices.errors import ConfigurationError, MediaError, Misaligned, OutOfMemory, Unsupported
+from tierloop.devices.threads import let_in
 
 PAGE = mmap.PAGESIZE
 RANGES = 1024
@@ -175,11 +176,6 @@ def _first_lost(view: NDArray[np.uint8], spans: NDArray[np.int64]) -> int | None
     first = np.maximum(np.append(low, view.nbytes)[which], offsets)
     hit = (first < ends) & (ends > offsets)
     return int(first[hit].min()) if hit.any() else None
-
-
-def let_in() -> None:
-    """Let this thread have SIGBUS, also if whoever started it blocks all signals."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGBUS})
 
 
 def _install(device: str) -> None:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
+from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import LARGEST_TRANSFER, PosixEngine, Target, lost, room
 from tierloop.devices.drivers.failures import threadless
 from tierloop.devices.drivers.pieces import Pieces
 from tierloop.devices.errors import DeviceError, Timeout
 from tierloop.devices.system import PUNCH_HOLE, RESERVE, ZERO_RANGE, FileStatus, System, address_of, from_os
+from tierloop.devices.threads import NoThread
 
 if TYPE_CHECKING:  # a drive asks through `patiently`, which stands here
     from tierloop.devices.drivers.nvme_drive import Drive

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tierloop.devices.drivers.medium import PAGE
-from tierloop.devices.drivers.options import names, refuse_unknown
+from tierloop.devices.drivers.options import A_PATH, is_path, names, refuse_unknown
 from tierloop.devices.drivers.wish import Wish
 from tierloop.devices.errors import ConfigurationError
 
@@ -72,17 +72,9 @@ class Options:
         return {op: (self.latency_ns, rate) for op, rate in rates.items() if rate}
 
 
-def is_path(value: Any) -> bool:
-    """Whether it is a string that the operating system can take for a path."""
-    try:
-        return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
-
-
 def _wrong(key: str, value: Any) -> str | None:
     if key in ("path", "folder"):
-        return None if is_path(value) else "a path is a string that is not empty"
+        return None if is_path(value) else A_PATH
     if key == "io":
         return None if value in _CHOICES else f"one of {', '.join(_CHOICES)}"
     if key in ("create", "direct", "register"):

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 from tierloop.devices.drivers.deadlines import Stuck
 from tierloop.devices.drivers.nvme_drive import condition
-from tierloop.devices.drivers.nvme_options import is_path
 from tierloop.devices.drivers.opening import open_medium
+from tierloop.devices.drivers.options import A_PATH, is_path
 from tierloop.devices.drivers.passthrough import CommandEntries
 from tierloop.devices.drivers.ring import refusal
 from tierloop.devices.drivers.uring import UringEngine
@@ -35,7 +35,7 @@ def probe(path: str, system: System = HOST, deadline_s: float = 10.0) -> list[Re
     is a reason as well. Raises nothing but programming errors.
     """
     if not is_path(path):
-        return [Reason(f"nvme: path = {path!r}: a path is a string that is not empty, without a zero byte", fatal=True)]
+        return [Reason(f"nvme: path = {path!r}: {A_PATH}", fatal=True)]
     with ExitStack() as undo:
         try:
             medium = open_medium("nvme", Wish(path, deadline_s=deadline_s), system, undo)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 from tierloop.devices.errors import ConfigurationError, nearest
+
+A_PATH = "a path is a string that is not empty, without a zero byte"
+"""What is allowed where `is_path` says no."""
 
 
 def integer(name: str, options: dict[str, Any], key: str, default: int, least: int = 0, most: int | None = None) -> int:
@@ -28,6 +32,14 @@ def names(name: str, options: dict[str, Any], key: str) -> tuple[str, ...]:
     ):
         raise ConfigurationError(f"{name}: {key} = {given!r}; allowed: a list of names")
     return tuple(given)
+
+
+def is_path(value: Any) -> bool:
+    """Whether it is a string that the operating system can take for a path."""
+    try:
+        return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def refuse_unknown(name: str, options: dict[str, Any], known: list[str]) -> None:

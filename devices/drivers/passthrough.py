@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable
 from functools import partial
 
-from tierloop.devices.drivers.deadlines import NoThread, Stuck, within
+from tierloop.devices.drivers.deadlines import Stuck, within
 from tierloop.devices.drivers.engines import (
     LARGEST_TRANSFER,
     UNCLEAR,
@@ -55,6 +55,7 @@ from tierloop.devices.drivers.uring import Flight
 from tierloop.devices.errors import Busy, DeviceError, Gone, NoPermission, Timeout
 from tierloop.devices.regions import Region
 from tierloop.devices.system import address_of, from_os
+from tierloop.devices.threads import NoThread
 
 _MOST_CANCELLED = 3
 """Tries of a command that the kernel gave up: each may have taken its whole timeout, 30 s unless it was set."""

@@ -236,11 +236,15 @@ class PnmDevice:
     def close(self) -> None:
         """Cut running commands short, end the session and let the window go; raises the first error nobody looked at.
 
-        Raises Gone where the device does not answer the GOODBYE within `deadline_ms`.
+        Raises Gone where the device does not answer the GOODBYE within `deadline_ms`. In a process that was forked only
+        its view of the window goes: the session is that of the process that began it.
         """
         if self._closing:
             return
         self._closing = True
+        if self._arena.forked:
+            self._session.window.close()
+            return
         self._jobs.clear()
         self._arena.close()
         try:

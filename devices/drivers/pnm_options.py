@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from tierloop.devices.drivers.options import integer, names, refuse_unknown
+from tierloop.devices.drivers.options import A_PATH, integer, is_path, names, refuse_unknown
 from tierloop.devices.errors import ConfigurationError
 
 _KNOWN = ["path", "window_nbytes", "caches", "queues", "reaches", "deadline_ms", "folder"]
@@ -37,9 +37,9 @@ class Options:
         return cls(
             _path(device, options, needs_path),
             integer(device, options, "window_nbytes", 0, 1) if "window_nbytes" in options else None,
-            _at_most(device, options, "queues", 2, _MOST_QUEUES),
+            integer(device, options, "queues", 2, 1, _MOST_QUEUES),
             reaches,
-            _at_most(device, options, "deadline_ms", 30_000, _MOST_DEADLINE_MS),
+            integer(device, options, "deadline_ms", 30_000, 1, _MOST_DEADLINE_MS),
             _caches(device, options, needs_path),
         )
 
@@ -63,13 +63,6 @@ def _path(device: str, options: dict[str, Any], needed: bool) -> str:
         raise ConfigurationError(f"{device}: option 'path' is missing: the file or character device of a window")
     parts = [options.get("folder", "."), options["path"]]
     for part in parts:
-        if not isinstance(part, str) or not part or "\0" in part:
-            raise ConfigurationError(f"{device}: path = {part!r}: a path is a string that is not empty")
+        if not is_path(part):
+            raise ConfigurationError(f"{device}: path = {part!r}: {A_PATH}")
     return os.path.join(str(parts[0]), str(parts[1]))
-
-
-def _at_most(device: str, options: dict[str, Any], key: str, default: int, most: int) -> int:
-    given = integer(device, options, key, default, 1)
-    if given > most:
-        raise ConfigurationError(f"{device}: {key} = {given}; allowed: 1 to {most}")
-    return given

@@ -150,7 +150,7 @@ class UringEngine:
         self._bounce: mmap.mmap | None = None
         self._bounce_at = 0
         self._flying: dict[int, Flight] = {}
-        self._clock = WallClock()
+        self._clock = WallClock()  # deadlines that the kernel is given pass on this one, whatever the site has
         try:
             self._self_test()
         except (OSError, DeviceError):

@@ -41,6 +41,7 @@ from tierloop.devices.drivers.pieces import (
 from tierloop.devices.errors import DeviceError, OutOfRange, Timeout
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.system import address_of
+from tierloop.devices.threads import let_in
 
 WINDOW = 16 * LARGEST_TRANSFER
 """Host memory that a copy through a window takes at most, unless its two sides overlap."""
@@ -104,7 +105,7 @@ class Worker:
         self._inbox.put(None)
 
     def _live(self) -> None:
-        guard.let_in()
+        let_in()
         try:
             engine = self._make_engine()
         except BaseException as error:

@@ -10,11 +10,12 @@ Helpers run on the cores that the caller may use, so that a thread which is boun
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
+
+from tierloop.devices.threads import NoThread, begin, let_in
 
 
 class _Job:
@@ -83,7 +84,7 @@ def bind(cores: frozenset[int]) -> None:
 
 
 def _serve(jobs: SimpleQueue[_Job]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGBUS})  # rows may lie on memory whose loss somebody answers
+    let_in()
     while True:
         job = jobs.get()
         with suppress(OSError):  # the cores were taken away from the process meanwhile: then it works where it is
@@ -103,8 +104,8 @@ def _grant(threads: int) -> int:
                 target=_serve, args=(_jobs,), name=f"tierloop-kernel-{len(_workers)}", daemon=True
             )
             try:
-                worker.start()
-            except (RuntimeError, MemoryError):  # the process may have no more: who is there does the work
+                begin(worker)
+            except NoThread:  # who is there does the work
                 _working -= granted - 1 - len(_workers)
                 return 1 + len(_workers)
             _workers.append(worker)

@@ -49,7 +49,8 @@ from tierloop.devices.errors import ConfigurationError, DeviceError, Unsupported
 from tierloop.devices.regions import Segment
 from tierloop.runtime.archive import Archive
 from tierloop.runtime.blocks import K, V
-from tierloop.runtime.chunk_index import ChunkIndex, Chunking, importance
+from tierloop.runtime.chunk_index import ChunkIndex, importance
+from tierloop.runtime.chunking import Chunking
 from tierloop.runtime.dtypes import from_bytes
 from tierloop.runtime.engine import Engine, Lane
 from tierloop.runtime.entries import EntryShape

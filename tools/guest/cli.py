@@ -16,8 +16,8 @@ import typer
 
 from tierloop.devices.errors import ConfigurationError
 from tierloop.tools import options
-from tierloop.tools.comparing import FAILED, INVALID
 from tierloop.tools.console import results, say
+from tierloop.tools.exits import FAILED, INVALID
 from tierloop.tools.output import OutputError, prepare_folder
 
 if TYPE_CHECKING:

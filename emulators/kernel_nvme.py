@@ -188,6 +188,7 @@ def _namespace_tree(tree: Tree, drive: str, figures: NvmeFigures, nsid: int, nam
         "queue/max_sectors_kb": str(min(largest, 1280)),
         "queue/nr_requests": "127",
         "queue/rotational": "0",
+        "queue/zoned": "none",
         "queue/write_cache": "write back" if figures.volatile_cache else "write through",
         "queue/fua": str(int(figures.volatile_cache)),
         "queue/dma_alignment": "3",

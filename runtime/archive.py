@@ -164,6 +164,7 @@ class Archive:
             raise
         self._open.append(written)
         self._fresh.append(append)
+        self._engine.count_placed(self.memory, order.size)
         return [written]
 
     def take(self, layer: int, order: Int64, source: Segment, after: Sequence[Completion] = ()) -> Completion:
@@ -191,6 +192,7 @@ class Archive:
             seen.on_done(partial(_summed, append, rows))
         self._open.append(done)
         self._fresh.append(append)
+        self._engine.count_placed(self.memory, order.size)
         return done
 
     def media(self, layer: int, heads: Int64, entries: Int64) -> Media:

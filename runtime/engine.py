@@ -91,7 +91,7 @@ class Engine:
         self._movers: dict[tuple[str, str], Lane | None] = {}
         self._roots: dict[tuple[bytes, bytes], list[Node]] = {}
         self._pools: list[Pool] = []
-        self._placed_before: Counter[str] = Counter()
+        self._placed: Counter[str] = Counter()
         """Blocks of pools that are gone."""
         self._claims: list[Region] = []
         self._limits: dict[str, int] = {}
@@ -161,13 +161,17 @@ class Engine:
     def drop_pool(self, pool: Pool) -> None:
         """Give a pool back before the engine closes."""
         self._pools.remove(pool)
-        self._placed_before[pool.memory] += pool.handed_out
+        self.count_placed(pool.memory, pool.handed_out)
         pool.close()
+
+    def count_placed(self, memory: str, count: int) -> None:
+        """Room was taken for that many blocks of a memory, elsewhere than in a pool that stands."""
+        self._placed[memory] += count
 
     @property
     def blocks_placed(self) -> dict[str, int]:
-        """Blocks that room was taken for so far, by each memory that any pool was cut out of."""
-        placed = self._placed_before.copy()
+        """Blocks (of kvdrive: entries) that room was taken for so far, by each memory that any lie on."""
+        placed = self._placed.copy()
         for pool in self._pools:
             placed[pool.memory] += pool.handed_out
         return dict(placed)

@@ -58,6 +58,7 @@ class Slots:
         if count > self.free:
             raise TierTooSmall(f"{self.memory} is full: {count} entries are to come, {self.free} of {self.count} fit")
         self.free -= count
+        self._engine.count_placed(self.memory, count)
         return self._free[self.free : self.free + count].copy()
 
     def give(self, slots: Int64) -> None:

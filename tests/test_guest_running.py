@@ -337,6 +337,7 @@ def test_sockets_of_a_run_that_was_killed_go_and_those_of_one_that_runs_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(running, "_MOST_SOCKET_FOLDER", 4096)
     dead, others = tmp_path / "tierloop-guest-dead", tmp_path / "kept"
     for folder in (dead, others):
         folder.mkdir()

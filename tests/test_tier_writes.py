@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.decoding import SMALL
 from tests.tiny import tiny_model, tiny_workload
 from tests.wrapping import failed
 from tierloop.devices.commands import Write
+from tierloop.devices.completion import Completion
 from tierloop.devices.conformance.example import Example
 from tierloop.devices.registry import discover, open_platform
 from tierloop.devices.site import Site
@@ -50,6 +52,28 @@ def test_a_run_whose_rows_never_arrive_fails_and_names_the_tiers(monkeypatch: py
     lost = [failure for failure in comparison.failures if "nothing has reached" in failure]
     assert [each.split(": ")[1].removeprefix("nothing has reached ") for each in lost] == ["emu:cxl", "emu:numa"]
     assert "24 blocks were placed there" in lost[0]
+
+
+def test_entries_of_kvdrive_are_counted_where_they_are_laid_down(monkeypatch: pytest.MonkeyPatch) -> None:  # B13
+    wanted = PolicyRequest("kvdrive", {"dram_share": 0.2})
+    tiers = compared(wanted).policies[0].tiers
+    assert tiers["emu:nvme"].blocks_placed >= ENOUGH
+    assert tiers["emu:nvme"].bytes_written > 0
+    assert tiers["emu:dram"].blocks_placed > 0
+    monkeypatch.setattr(TierWrites, "__call__", _passing_by("emu:nvme"))
+    lost = [failure for failure in compared(wanted).failures if "nothing has reached" in failure]
+    assert [each.split(": ")[1] for each in lost] == ["nothing has reached emu:nvme"]
+
+
+def _passing_by(memory: str) -> Callable[[TierWrites, Completion], None]:
+    """Counting as if no byte had come to a memory."""
+    count = TierWrites.__call__
+
+    def counted(self: TierWrites, completion: Completion) -> None:
+        if memory not in completion.traffic.written:
+            count(self, completion)
+
+    return counted
 
 
 def test_a_tier_that_was_asked_for_and_stays_empty_is_said_loudly() -> None:  # B13

@@ -401,7 +401,10 @@ class KVDrive(Policy):
         return held_by(request).placement()
 
     def tiers(self) -> list[str]:
-        return [self._persistent] if self._persistent is not None and self._dram_share < 1 else []
+        """The SSD, if it is to hold rows that DRAM does not; one that is resumed from holds them already."""
+        if self._persistent is None or self._dram_share >= 1 or self._resume:
+            return []
+        return [self._persistent]
 
     def report(self) -> dict[str, Any]:
         """For each request: where chosen entries were found, evictions, bytes read from the SSD, hit rate by step."""

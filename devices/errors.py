@@ -42,6 +42,12 @@ class DeviceError(Exception):
         return type(self), (self.device, self.op, self.detail, self.errno)
 
 
+def restated(error: DeviceError, device: str, op: str, detail: str) -> DeviceError:
+    """An error of the same kind and errno in other words; of a class of somebody's own, the kind here that it is."""
+    kind: type[DeviceError] = next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)
+    return kind(device, op, detail, error.errno)
+
+
 class NotPresent(DeviceError, FileNotFoundError):
     """The device, node or file is not there."""
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tierloop.devices.commands import Flush
 from tierloop.devices.device import Device
-from tierloop.devices.errors import Busy, DeviceError, MediaError, Unsupported
+from tierloop.devices.errors import Busy, DeviceError, MediaError, Unsupported, restated
 from tierloop.devices.info import ExecutorInfo, MemoryInfo
 from tierloop.devices.persistent import Keeper, keeper
 from tierloop.devices.platform import Platform
@@ -283,6 +283,6 @@ def _drawn(seed: str, nbytes: int) -> Bytes:
 def _named(error: DeviceError, memory: str, lane: _Lane, where: str) -> DeviceError:
     """The error as one of the self-test, of the same kind."""
     path = f"{lane.name} to {where}" if where else lane.name
-    named = type(error)(memory, "self-test", f"{path}: {error.op}: {error.detail}", error.errno)
+    named = restated(error, memory, "self-test", f"{path}: {error.op}: {error.detail}")
     named.__cause__ = error
     return named

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tierloop.devices import errors
-from tierloop.devices.errors import Busy, DeviceError, MediaError, NotPresent, OutOfRange, nearest
+from tierloop.devices.errors import Busy, DeviceError, MediaError, NotPresent, OutOfRange, nearest, restated
 
 KINDS = DeviceError.__subclasses__()
 
@@ -75,3 +75,21 @@ def test_near_names_come_first_and_otherwise_all() -> None:
 def test_a_span_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="d: read"):
         raise OutOfRange("d", "read", "outside")
+
+
+class Overheated(MediaError):
+    """A vendor's own error, which is made in a way of its own."""
+
+    def __init__(self, celsius: int) -> None:
+        super().__init__("pad0", "read", f"{celsius} degrees", 5)
+
+
+def test_an_error_is_restated_as_the_kind_that_it_is() -> None:
+    again = restated(Overheated(95), "pad0", "self-test", "read: 95 degrees")
+    assert type(again) is MediaError
+    assert (str(again), again.errno) == ("pad0: self-test: read: 95 degrees", 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_restated_error_keeps_its_class(kind: type[DeviceError]) -> None:
+    assert type(restated(kind("a", "b", "c"), "d", "e", "f")) is kind

@@ -51,6 +51,7 @@ from tierloop.devices.errors import (
     OutOfRange,
     ProtocolError,
     Unsupported,
+    restated,
 )
 from tierloop.devices.spans import Spans
 
@@ -363,7 +364,7 @@ class Session:
         self.broken = self.broken or error
         for ticket in (*self._open.values(), *self._waiting):
             if not ticket.done:
-                ticket.error = type(error)(self.device, ticket.request.op, error.detail)
+                ticket.error = restated(error, self.device, ticket.request.op, error.detail)
         self._open.clear()
         self._waiting.clear()
 

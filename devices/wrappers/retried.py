@@ -41,7 +41,7 @@ import numpy as np
 from tierloop.devices.commands import Command, Flush, Launch, Read, Write, read_segments, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device, Estimate
-from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, Gone, MediaError, Timeout
+from tierloop.devices.errors import Busy, ConfigurationError, DeviceError, Gone, MediaError, Timeout, restated
 from tierloop.devices.hazards import meet
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.site import Site
@@ -196,7 +196,6 @@ def _told(error: DeviceError, number: int) -> DeviceError:
     """The error with the number of attempts in its message."""
     if not number:
         return error
-    detail = f"{error.detail}; tried {number + 1} times"
-    told = type(error)(error.device, error.op, detail, error.errno)
+    told = restated(error, error.device, error.op, f"{error.detail}; tried {number + 1} times")
     told.__cause__ = error.__cause__
     return told

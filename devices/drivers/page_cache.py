@@ -17,6 +17,8 @@ from tierloop.devices.system import System
 SYS_CACHESTAT = 451
 """The same on all architectures that Python runs on except alpha."""
 PAGE = mmap.PAGESIZE
+_PAGES_PER_PIECE = 64
+"""Pages that the kernel looks through in less time than it takes to ask it about one more piece (2 µs)."""
 
 
 class PageCache:
@@ -26,9 +28,19 @@ class PageCache:
         self._system, self._fd = system, fd
         self._range = (ctypes.c_uint64 * 2)()
         self._found = (ctypes.c_uint64 * 5)()
+        self._addresses = ctypes.addressof(self._range), ctypes.addressof(self._found)
 
     def of(self, pieces: Pieces) -> int:
-        """How many bytes of these lie in the cache. Raises OSError where the kernel does not say."""
+        """How many bytes of these lie in the cache. Raises OSError where the kernel does not say.
+
+        Where they lie close together it is asked about all at once: if everything is there, or nothing, that is all.
+        """
+        if len(pieces) > 1:
+            first, last = int(pieces[:, 0].min()) // PAGE, -(-int((pieces[:, 0] + pieces[:, 2]).max()) // PAGE)
+            if last - first <= _PAGES_PER_PIECE * len(pieces):
+                pages = self._pages(first, last)
+                if pages in (0, last - first):
+                    return int(pieces[:, 2].sum()) if pages else 0
         return sum(self._piece(offset, nbytes) for offset, _, nbytes in pieces.tolist())
 
     def _piece(self, offset: int, nbytes: int) -> int:
@@ -45,8 +57,9 @@ class PageCache:
         return held
 
     def _pages(self, first: int, last: int) -> int:
-        self._range[:] = [first * PAGE, (last - first) * PAGE]
-        self._system.syscall(SYS_CACHESTAT, self._fd, ctypes.addressof(self._range), ctypes.addressof(self._found), 0)
+        asked = self._range
+        asked[0], asked[1] = first * PAGE, (last - first) * PAGE
+        self._system.syscall(SYS_CACHESTAT, self._fd, *self._addresses, 0)
         return min(self._found[0], last - first)
 
 

@@ -183,12 +183,21 @@ def test_a_controller_that_keeps_being_reset_is_a_timeout_after_a_few_tries() ->
     rig.close()
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR])
-def test_an_ioctl_that_is_put_off_is_made_again(number: int) -> None:
-    rig = on_drive(io="ioctl")
+@pytest.mark.parametrize(
+    ("io", "call", "number"),
+    [
+        ("ioctl", "ioctl", errno.EAGAIN),
+        ("ioctl", "ioctl", errno.EINTR),
+        ("io_uring", "syscall", errno.EAGAIN),
+        ("io_uring", "syscall", errno.EINTR),
+        ("io_uring", "syscall", errno.EBUSY),
+    ],
+)
+def test_a_call_that_is_put_off_is_made_again(io: str, call: str, number: int) -> None:
+    rig = on_drive(io=io)
     region = rig.device.alloc(4096)
     for _ in range(3):
-        rig.machine.fail_next("ioctl", number)
+        rig.machine.fail_next(call, number)
     assert not rig.read(region.all()).any()
     assert rig.device.counts.retried == 3
     rig.close()
@@ -245,15 +254,4 @@ def test_a_ring_without_a_live_path_is_tried_again() -> None:
     for _ in range(4):
         rig.machine.fail_next("ioctl", errno.EINVAL)
     assert isinstance(rig.error_of(Read(region.all(), buffer(4096))), ProtocolError)
-    rig.close()
-
-
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EINTR, errno.EBUSY])
-def test_a_ring_that_cannot_be_entered_now_is_entered_again(number: int) -> None:
-    rig = on_drive(io="io_uring")
-    region = rig.device.alloc(4096)
-    for _ in range(3):
-        rig.machine.fail_next("syscall", number)
-    assert not rig.read(region.all()).any()
-    assert rig.device.counts.retried == 3
     rig.close()

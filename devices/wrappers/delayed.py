@@ -18,6 +18,7 @@ from tierloop.devices.errors import ConfigurationError
 from tierloop.devices.info import DeviceInfo, Path
 from tierloop.devices.site import Site
 from tierloop.devices.wrappers.around import Around, Held
+from tierloop.devices.wrappers.limits import check_whole
 
 LATENCIES = (0, 10**10)
 """Allowed latencies in ns: up to 10 s."""
@@ -33,8 +34,7 @@ class Latency:
 
     def __post_init__(self) -> None:
         for number in (self.ns, self.tail_ns):
-            if isinstance(number, bool) or not isinstance(number, int) or not LATENCIES[0] <= number <= LATENCIES[1]:
-                raise ConfigurationError(f"latency {number!r} ns; allowed: a whole number from %d to %d" % LATENCIES)
+            check_whole("latency", number, *LATENCIES, unit=" ns")
         if self.tail_ns < self.ns:
             raise ConfigurationError(f"latency: p99_ns {self.p99_ns} is below ns {self.ns}")
 

@@ -20,12 +20,13 @@ import numpy as np
 from tierloop.devices.commands import Command, read_segments, verb, write_segments
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device
-from tierloop.devices.errors import Cancelled, ConfigurationError, DeviceError, Gone, MediaError, Timeout
+from tierloop.devices.errors import Cancelled, DeviceError, Gone, MediaError, Timeout
 from tierloop.devices.faulty_host import ABILITIES, Ability, offer
 from tierloop.devices.info import DeviceInfo
 from tierloop.devices.regions import Region, Segment
 from tierloop.devices.site import Site
 from tierloop.devices.wrappers.around import Around, Held
+from tierloop.devices.wrappers.limits import check_whole
 
 MILLION = 1_000_000
 DEADLINES = (1, 10**12)
@@ -53,12 +54,8 @@ class Faulty(Around):
             ("write_per_million", write_per_million, MILLION),
             ("seed", seed, 2**63 - 1),
         ):
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
-                raise ConfigurationError(f"faulty: {name} {number!r}; allowed: a whole number from 0 to {most}")
-        if isinstance(deadline_ns, bool) or not isinstance(deadline_ns, int) or not 1 <= deadline_ns <= DEADLINES[1]:
-            raise ConfigurationError(
-                f"faulty: deadline_ns {deadline_ns!r}; allowed: a whole number from %d to %d" % DEADLINES
-            )
+            check_whole(f"faulty: {name}", number, 0, most)
+        check_whole("faulty: deadline_ns", deadline_ns, *DEADLINES)
         self._shares = {"read": read_per_million, "write": write_per_million}
         self._deadline_ns = deadline_ns
         self._random = np.random.Generator(np.random.PCG64(seed))

@@ -47,6 +47,7 @@ from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.site import Site
 from tierloop.devices.wrappers.around import Held
 from tierloop.devices.wrappers.deferred import Deferred
+from tierloop.devices.wrappers.limits import check_whole
 
 ATTEMPTS = (1, 100)
 """Allowed numbers of further attempts."""
@@ -73,8 +74,7 @@ class Retried(Deferred):
             given["max_backoff_ns"] = max_backoff_ns
         for name, number in given.items():
             low, high = ATTEMPTS if name == "attempts" else BACKOFFS
-            if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-                raise ConfigurationError(f"retried: {name} {number!r}; allowed: a whole number from {low} to {high}")
+            check_whole(f"retried: {name}", number, low, high)
         most = min(100 * backoff_ns, BACKOFFS[1]) if max_backoff_ns is None else max_backoff_ns
         if most < backoff_ns:
             raise ConfigurationError(f"retried: max_backoff_ns {most} is below backoff_ns {backoff_ns}")

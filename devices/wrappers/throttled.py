@@ -22,11 +22,12 @@ from dataclasses import replace
 from tierloop.devices.commands import Command, Launch, Traffic
 from tierloop.devices.completion import Completion
 from tierloop.devices.device import Device, Estimate
-from tierloop.devices.errors import ConfigurationError, DeviceError
+from tierloop.devices.errors import DeviceError
 from tierloop.devices.info import DeviceInfo, Path
 from tierloop.devices.kernels.contract import Dense
 from tierloop.devices.site import Site
 from tierloop.devices.wrappers.around import Around, Held
+from tierloop.devices.wrappers.limits import check_whole
 
 RATES = (1_000, 10**15)
 """Allowed rates in bytes/s: as for links, 1 kB/s to 1 PB/s."""
@@ -42,8 +43,7 @@ class Throttled(Around):
         super().__init__(device, site)
         self._rates = (read_bytes_per_s, read_bytes_per_s if write_bytes_per_s is None else write_bytes_per_s)
         for rate in self._rates:
-            if isinstance(rate, bool) or not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
-                raise ConfigurationError(f"throttled: {rate!r} bytes/s; allowed: a whole number from %d to %d" % RATES)
+            check_whole("throttled:", rate, *RATES, unit=" bytes/s")
         self._unit = math.lcm(*self._rates)
         """Time is kept in 1/_unit ns, so that no share is rounded."""
         self._free = 0

@@ -134,7 +134,7 @@ def test_a_limit_of_requests_is_kept(machine: Machine, hardware: Hardware) -> No
 
 @pytest.mark.parametrize("slow", [False, True], ids=["as fast as it can", "slow"])
 def test_sectors_are_lost_and_mended_while_a_drive_is_busy(machine: Machine, hardware: Hardware, slow: bool) -> None:
-    """QEMU drains a drive to change what lies in its way, and waits for ever for commands that a limit holds back."""
+    """QEMU drains a drive to change what lies in its way, and lets go for that what a limit holds back."""
     drive = drive_of(machine, "drive that can be pulled out", lambda drive: drive.hotplug)
     over, errors = threading.Event(), list[int]()
 

@@ -144,13 +144,14 @@ def _platform(
     def open_machine(_: Site) -> Platform:
         return open_platform(path, clock=clock)  # type: ignore[arg-type]  # checked by options.clock_kind
 
+    file = read_platform(path, find_platform)
+    wanted = [name.removeprefix("emu:") for name in chosen] or list(file.devices)
+    for name in wanted:
+        if name not in file.devices:
+            raise ConfigurationError(f"--device {name!r}: {nearest(name, list(file.devices))}")
+    check_platform_media(file, wanted, scratch)  # before anything is opened
     with open_platform(path, clock=clock) as platform:  # type: ignore[arg-type]  # as above
         names = {name.removeprefix("emu:"): name for name in platform.devices}
-        wanted = [name.removeprefix("emu:") for name in chosen] or list(names)
-        for name in wanted:
-            if name not in names:
-                raise ConfigurationError(f"--device {name!r}: {nearest(name, list(names))}")
-        check_platform_media(read_platform(path, find_platform), wanted, scratch)
         return [Target(names[name], open_machine, platform.clock.virtual) for name in wanted]
 
 

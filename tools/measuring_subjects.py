@@ -50,11 +50,10 @@ def open_subject(
                     os.unlink(path)
                 yield choose(site, [device], device, 1)
     elif colon and driver and rest:
+        file = read_platform(find_platform(driver), find_platform)
+        check_platform_media(file, file.devices.keys() & {rest.removeprefix("emu:")}, scratch)  # before it is opened
         with open_platform(driver, clock=clock, dilation=dilation) as platform:
-            subject = of_platform(platform, rest)
-            file = read_platform(find_platform(driver), find_platform)
-            check_platform_media(file, [rest.removeprefix("emu:")], scratch)
-            yield subject
+            yield of_platform(platform, rest)
     else:
         raise ConfigurationError(f"device {text!r}; allowed: {FORMS}")
 
